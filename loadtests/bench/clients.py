@@ -15,7 +15,7 @@ class RequestFailed(Exception):
 
 
 class ServerUnusable(Exception):
-    """Raised if the server did not describe its model, or if the warm-up failed.
+    """Raised if the server did not describe its model or the warm-up failed.
 
     The message gives the reason.
     """
@@ -24,7 +24,7 @@ class ServerUnusable(Exception):
 class Chunk(NamedTuple):
     """One message of a streamed answer."""
 
-    num_tokens: int | None = None  # number of new tokens; None: at least one, but unknown
+    num_tokens: int | None = None  # number of new tokens; None if unknown (at least one)
     input_len: int | None = None  # prompt tokens counted by the server, only in the last messages
     output_len: int | None = None  # answer tokens counted by the server, only in the last messages
 

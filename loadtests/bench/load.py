@@ -85,7 +85,10 @@ class Load:
 
 
 def _settle(outcome: Outcome) -> None:
-    """Count the answer's tokens if the server did not; set an error if the answer has no tokens."""
+    """Count the answer's tokens if the server did not.
+
+    Sets an error if the answer has no tokens.
+    """
     if not outcome.arrivals:
         outcome.error = "the answer had no tokens"
     if not outcome.output_len:

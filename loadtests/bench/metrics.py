@@ -18,11 +18,11 @@ class Outcome:
     """Measurements of one request. All times are in seconds since the start of the load."""
 
     number: int
-    due: float  # scheduled send time
+    due: float  # scheduled time of sending
     input_len: int  # planned prompt tokens, later the number that the server counted
     requested_len: int  # requested number of answer tokens
     released: float = 0.0  # time at which the client was ready to send, before it waited for a slot
-    start: float = 0.0  # actual send time
+    start: float = 0.0  # actual time of sending
     arrivals: list[float] = field(default_factory=list)  # arrival times of messages with tokens
     counts: list[int | None] = field(default_factory=list)  # tokens per message; None if unknown
     output_len: int = 0  # number of answer tokens as counted by the server

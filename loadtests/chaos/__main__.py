@@ -42,7 +42,7 @@ from penstock.loadtests.chaos.faults import plan_faults
 from penstock.loadtests.chaos.outcome import by_kind, by_moment, effects_of, errors_of, table
 from penstock.loadtests.chaos.request_mix import make_requests
 
-# Time limit until all workers serve again, and once more until all blocks are released.
+# Time limit for all workers to serve again, and then for all blocks to be released.
 REST_SECONDS = 120.0
 BEST = 20  # number of top log probabilities that a near-tie check requests
 

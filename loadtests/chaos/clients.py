@@ -17,7 +17,7 @@ from penstock.loadtests.chaos.request_mix import TOOL_CHOICES, ChaosRequest
 from penstock.protos import inference_pb2_grpc
 
 ANSWER_SECONDS = 180.0  # deadline of one call, including the time of faults
-PAUSE_SECONDS = 0.1  # delay before a retry
+PAUSE_SECONDS = 0.1  # seconds between a failed call and its retry
 
 _OPTIONS = (
     ("grpc.max_receive_message_length", 64 << 20),
@@ -39,7 +39,8 @@ class Clients:
     def __init__(
         self, grpc_address: str, http_address: str, may_retry: Callable[[float], bool]
     ) -> None:
-        self.streams: list[Stream] = []  # streams of the requests, in order of their starts
+        # Streams of the requests, in the order in which they started.
+        self.streams: list[Stream] = []
         self._may_retry = may_retry
         self._channel = grpc.aio.insecure_channel(grpc_address, options=_OPTIONS)
         self._stub = inference_pb2_grpc.InferenceStub(self._channel)  # type: ignore[no-untyped-call]

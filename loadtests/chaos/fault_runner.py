@@ -14,7 +14,7 @@ from penstock.router.observability.snapshot import WorkerState
 
 MOMENT_SECONDS = 4.0  # seconds of waiting after which a busy worker is accepted in any situation
 REDUNDANCY_SECONDS = 60.0  # seconds of waiting after which an idle worker is accepted too
-# Seconds after which a fault is skipped, because its situation may be impossible.
+# Seconds after which a fault is skipped, because its situation may never occur.
 SEARCH_SECONDS = 20.0
 AFTER_SECONDS = 0.25  # seconds between the previous fault and an "at once" fault
 BACK_SECONDS = 3.0  # seconds for which a worker counts as "back" after it became ready

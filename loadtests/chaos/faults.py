@@ -7,7 +7,7 @@ from random import Random
 WEIGHTS = {"kill": 8, "pause": 5, "freeze": 2, "cut stream": 4, "cut blocks": 1}
 """Relative frequency of each kind of fault that is enabled by default."""
 
-# Relative frequencies of those kinds of faults that an option must enable.
+# Relative frequencies of the kinds of faults that need an option.
 ON_REQUEST = {"ray kill": 4, "kill router": 2}
 
 MOMENTS = {

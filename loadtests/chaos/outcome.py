@@ -31,7 +31,7 @@ class Placement:
     at: float  # time of the placement on the router's clock (Unix seconds)
     worker: str
     request: str
-    source: str  # worker that sends its KV blocks, or empty without a KV transfer
+    source: str  # worker that sends the request's KV blocks, or empty without a KV transfer
 
 
 @dataclass(slots=True)
@@ -139,8 +139,8 @@ def errors_of(
 def _lost(stream: Stream, hits: FaultEffect, holders: PlacementHistory) -> bool:
     """Return whether a fault made the stream lose a worker.
 
-    A stream lost the worker if it needed the worker at the time of the fault, or if it was placed
-    on the worker before the router noticed the fault.
+    A stream lost the worker if it needed the worker at the time of the fault. It also lost the
+    worker if it was placed there before the router noticed the fault.
     """
     injection = hits.injected
     if not injection.loses or not injection.worker:

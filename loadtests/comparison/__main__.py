@@ -88,7 +88,7 @@ def _quantizes() -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print and save; return the exit code.
+    """Measure, print and save, and return the exit code.
 
     The code is 0 for success, 1 if an engine or a file failed, 2 for wrong flags, 130 after Ctrl-C.
     """

@@ -172,6 +172,6 @@ def _variables(engine: Engine) -> dict[str, str]:
     """Return the engine's environment variables, without overrides of its thread count."""
     dropped = ("PYTHONPATH", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
     variables = {name: value for name, value in os.environ.items() if name not in dropped}
-    if engine.is_ours:  # makes the process import Penstock from this tree, not from a package
+    if engine.is_ours:  # lets the process import Penstock from this tree instead of a package
         variables["PYTHONPATH"] = str(Path(penstock.__file__).parent.parent)
     return variables

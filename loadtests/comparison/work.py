@@ -123,8 +123,8 @@ class _Cores:
     """CPU seconds up to one point in time, each summed since its start."""
 
     own: float  # CPU seconds of the engine's processes
-    client: float  # CPU seconds of this process
-    all: float  # CPU seconds of all processes of this machine
+    client: float  # CPU seconds that this process used
+    all: float  # CPU seconds that all processes of this machine used
     stolen: float  # seconds that the hypervisor took
 
     @classmethod

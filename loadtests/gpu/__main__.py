@@ -258,7 +258,7 @@ def _save(path: Path, on: dict[str, Any], outcomes: Sequence[Outcome]) -> None:
     }
     part = path.with_suffix(".json.part")
     part.write_text(json.dumps({"about": on, "sections": found}, indent=1) + "\n")
-    part.replace(path)  # a run that is killed here leaves the results of the earlier sections
+    part.replace(path)  # if the run is killed now, the results of earlier sections remain
 
 
 if __name__ == "__main__":

@@ -82,7 +82,8 @@ def time_calls(
     clock, (play, captured) = clock_of(device), _player(calls, device)
     play()
     repeats = max(1, round(round_seconds / max(_seconds(clock, play, 1), 1e-7)))
-    if device.type != "cuda":  # a run on the CPU only tests this code, so it measures briefly
+    # A run on the CPU only tests this code, so a short measurement is enough.
+    if device.type != "cuda":
         num_rounds = repeats = 1
     rounds = sorted(_seconds(clock, play, repeats) / len(calls) for _ in range(num_rounds))
     return Timing(statistics.median(rounds), rounds[0], rounds[-1], captured)

@@ -35,7 +35,7 @@ from penstock.workers.kv_transfer.staging import KvStaging
 from penstock.workers.kv_transfer.transport import DESTINATION, SOURCE, RankPair
 
 SECONDS = 30.0  # seconds for which each process waits for the other one
-ALL_SECONDS = 36.0  # time limit of both processes in seconds, including their start
+ALL_SECONDS = 36.0  # time limit in seconds of both processes, including their starts
 FULL = (32, 8, 16, 128, 256)
 SMALL = (2, 2, 4, 8, 16)
 """Shape of the KV cache: layers, heads, block size, head dim, number of blocks."""
@@ -73,7 +73,7 @@ def run_side(rank: int, device: torch.device, small: bool) -> dict[str, Any]:
     """
     store = connected_stores([0], SECONDS)[0]
     kv = kv_cache(device, small, seed=rank)
-    warm_up_block_moves(kv)  # a worker does the same at its start
+    warm_up_block_moves(kv)  # workers also do this at their start
     rectangle = LayerHeadRange(0, kv.shape[0], 0, kv.shape[3])
     staging = KvStaging(kv, rectangle)
     sent, received = sides_blocks(kv.shape[2])

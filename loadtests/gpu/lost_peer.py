@@ -68,7 +68,7 @@ def run_destination(device: torch.device) -> dict[str, Any]:
     figures: dict[str, Any] = {"first": _receives(pair, FIRST, device)}
     buffer = torch.empty(MESSAGE_BYTES, dtype=torch.uint8, device=device)
     waiting = pair.receive(buffer)
-    write_line({"waiting": True})  # after this line, the parent kills the source
+    write_line({"waiting": True})  # the parent kills the source when it has read this line
     began = time.monotonic()
     try:
         finish(waiting)

@@ -14,7 +14,7 @@ class Options:
 
     device: torch.device
     json: Path  # output file for the section's results
-    bounds: Path | None  # result file of the bounds section; None: limits are unknown
+    bounds: Path | None  # result file of the bounds section, or None
     model: str  # key of SHAPES for the sections that run an engine
     small: bool  # whether to use tiny sizes, with which a CPU can test the command
     folder: Path | None = None  # existing folder for further result files, such as JSON lines

@@ -92,7 +92,7 @@ def run_group(name: str, inputs: Inputs, skipped: int) -> Iterator[dict[str, Any
 
 def child(group: str, dtype: str, options: Options, skipped: int) -> int:
     """Run a group in this process and append its lines to the file `options.json`."""
-    # The setting fills uninitialized tensors with NaN, also those of launchers.
+    # This setting fills uninitialized tensors with NaN, including those of launchers.
     torch.use_deterministic_algorithms(True, warn_only=True)
     inputs = Inputs(options.device, getattr(torch, dtype), options.small)
     with options.json.open("a") as file:

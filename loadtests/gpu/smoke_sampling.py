@@ -41,7 +41,7 @@ def _route(inputs: Inputs) -> Result:
 
 
 def _sample(inputs: Inputs, logits: Tensor) -> Result:
-    """Return two tensors: which tokens equal those sampled on the CPU (as 1 or 0), and ones."""
+    """Return two tensors: 1 for each token that equals the CPU's token (otherwise 0), and ones."""
     temperature = torch.tensor([0.0, 0.7, 1.0, 1.0, 1.3, 0.9])
     cuts = FilterParams(
         torch.tensor([0, 0, 50, 0, 0, 40]),

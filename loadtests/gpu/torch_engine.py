@@ -21,7 +21,7 @@ from penstock.workers.layers.norm import RmsNorm
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.rotary_embedding import rotary_frequencies
 
-MASK_MULTIPLE = 64  # masked attention pads its length to a multiple of this
+MASK_MULTIPLE = 64  # lengths in masked attention are rounded up to a multiple of this number
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,7 +125,7 @@ class Child:
             else:
                 self.figures = message
                 self.reported.set()
-        self.reported.set()  # the process has ended, so that it reports nothing more
+        self.reported.set()  # after its end, the process reports nothing more
 
     def forward(self, line: str) -> None:
         """Write a line to the process, unless it has ended."""

@@ -139,7 +139,7 @@ def sweep(
         found = {}
         for name, make in problem.workloads.items():
             with trial_tiles(problem.kernel, candidate):
-                # `make` must run with the candidate's tiles, because a plan keeps them.
+                # `make` must run with the candidate's tiles, because a plan keeps its tiles.
                 found[name] = time_calls([make()], device, rounds, seconds).median
         return found
 
@@ -221,7 +221,8 @@ def measure(options: Options, began: float, seconds: float) -> Iterator[dict[str
 
 def main() -> int:
     began = time.monotonic()
-    os.environ.pop(VARIABLE, None)  # without a file, launchers use their own defaults
+    # Without a file of tuned tiles, the launchers' own tiles are the default.
+    os.environ.pop(VARIABLE, None)
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--group")
     parser.add_argument("--dtype")

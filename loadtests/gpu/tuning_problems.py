@@ -51,7 +51,7 @@ class Problem:
     """One kernel with one shape: one entry of the file of tuned tiles."""
 
     name: str
-    kernel: str  # a key of `tuned_tiles.KERNELS`
+    kernel: str  # name of the kernel, a key of `tuned_tiles.KERNELS`
     shape: dict[str, int]
     candidates: list[Candidate]  # tile sizes to compare; the first ones are the default
     # Each function allocates inputs and returns a function to time.
@@ -86,7 +86,7 @@ def _problems_of(
         sizes = Sizes(batch, context, heads, kv_heads, dim, prompts, block_size=BLOCK_SIZE)
 
         def make() -> Call:
-            torch.manual_seed(0)  # every candidate gets equal inputs
+            torch.manual_seed(0)  # gives every candidate the same inputs
             return Paged.random(sizes, device, dtype).ours()
 
         return make

@@ -51,7 +51,7 @@ LOST_SECONDS = 3.0  # seconds for which a rank may continue after the other one 
 WEIGHTS_KEY = "the weights are written"
 LOADS = {"1 request": [Request(400, 64)], "32 requests": [Request(400, 64)] * 32}
 SMALL_LOADS = {"1 request": [Request(20, 6)], "3 requests": [Request(20, 6)] * 3}
-NUM_SINGLE = 3  # number of requests that the deterministic engine also answers alone
+NUM_SINGLE = 3  # number of requests that the deterministic engine answers alone as well
 
 
 def absent(device: str) -> str:

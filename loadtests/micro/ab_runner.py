@@ -51,8 +51,8 @@ class Quantiles:
     """Median, 10th and 90th percentile of a set of values."""
 
     median: float
-    low: float  # the 10th percentile
-    high: float  # the 90th percentile
+    low: float  # the 10th percentile of the values
+    high: float  # the 90th percentile of the values
     count: int
 
     @classmethod

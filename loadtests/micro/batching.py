@@ -74,7 +74,7 @@ MODES = ("static", "continuous")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the measurement; print and save its results; return the exit code."""
+    """Run the measurement, print and save its results, and return the exit code."""
     program = "python -m penstock.loadtests.micro.batching"
     (options,) = read_flags(program, "Static vs. continuous.", (Options,), arguments)
     config = {**dataclasses.asdict(options), "trace": Path(options.trace).name}

@@ -166,7 +166,7 @@ async def measure(options: Options) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the measurement; print and save its results; return the exit code."""
+    """Run the measurement, print and save its results, and return the exit code."""
     program, about = "python -m penstock.loadtests.micro.costly_requests", "Costly requests."
     (options,) = read_flags(program, about, (Options,), arguments)
     return run(lambda: measure(options), dataclasses.asdict(options), options.save_json)

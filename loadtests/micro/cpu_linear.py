@@ -135,7 +135,7 @@ async def _measure(load: Load) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the measurement; print and save its results; return the exit code."""
+    """Run the measurement, print and save its results, and return the exit code."""
     program = "python -m penstock.loadtests.micro.cpu_linear"
     try:
         (load,) = read_flags(program, "Variants of linear layers.", (Load,), arguments)

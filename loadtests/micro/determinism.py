@@ -110,7 +110,7 @@ async def _measure(options: Options) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the measurement; print and save its results; return the exit code."""
+    """Run the measurement, print and save its results, and return the exit code."""
     program = "python -m penstock.loadtests.micro.determinism"
     about = "Cost of --deterministic: runs one engine with it and one without, alternating."
     (options,) = read_flags(program, about, (Options,), arguments)

@@ -67,7 +67,8 @@ class RoundTimes:
     """Times of one run of a batch, in seconds."""
 
     seconds: float = 0.0  # duration of the whole run
-    decode_steps: list[float] = dataclasses.field(default_factory=list)  # seconds per step
+    # Seconds of each decode step.
+    decode_steps: list[float] = dataclasses.field(default_factory=list)
     prefill_seconds: float = 0.0  # seconds of all steps that computed prompt tokens
 
 
@@ -183,7 +184,7 @@ async def _measure(options: Options) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the measurement; print and save its results; return the exit code."""
+    """Run the measurement, print and save its results, and return the exit code."""
     program = "python -m penstock.loadtests.micro.engine"
     about = "Speed of one engine relative to this machine's limits."
     (options,) = read_flags(program, about, (Options,), arguments)

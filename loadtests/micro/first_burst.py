@@ -80,7 +80,7 @@ async def _measure(setup: Setup, bursts: Bursts) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the measurement; print and save its results; return the exit code."""
+    """Run the measurement, print and save its results, and return the exit code."""
     program = "python -m penstock.loadtests.micro.first_burst"
     about = "Throughput of the first burst after a server is ready, relative to later ones."
     setup, bursts = read_flags(program, about, (Setup, Bursts), arguments)

@@ -117,7 +117,7 @@ async def _measure(setup: Setup, load: Load) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the measurement; print and save its results; return the exit code."""
+    """Run the measurement, print and save its results, and return the exit code."""
     program = "python -m penstock.loadtests.micro.gaps"
     setup, load = read_flags(program, "Time between two steps.", (Setup, Load), arguments)
     config = {**dataclasses.asdict(setup), **dataclasses.asdict(load)}

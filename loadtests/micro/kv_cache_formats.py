@@ -168,7 +168,7 @@ async def _measure(options: Options) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the measurement; print and save its results; return the exit code."""
+    """Run the measurement, print and save its results, and return the exit code."""
     program = "python -m penstock.loadtests.micro.kv_cache_formats"
     about = "Formats of the KV cache: error and time of attention, and greedy answers."
     (options,) = read_flags(program, about, (Options,), arguments)

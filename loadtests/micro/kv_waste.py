@@ -117,7 +117,7 @@ async def _measure(options: Options) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the measurement; print and save its results; return the exit code."""
+    """Run the measurement, print and save its results, and return the exit code."""
     program = "python -m penstock.loadtests.micro.kv_waste"
     (options,) = read_flags(program, "Unused allocated KV memory.", (Options,), arguments)
     config = {**dataclasses.asdict(options), "trace": Path(options.trace).name}

@@ -102,7 +102,7 @@ def _print(name: str, times: RoundTimes) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the measurement; print and save its results; return the exit code."""
+    """Run the measurement, print and save its results, and return the exit code."""
     program, about = (
         "python -m penstock.loadtests.micro.overhead",
         "Overhead of the whole path in TTFT.",

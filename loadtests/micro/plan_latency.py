@@ -114,7 +114,7 @@ async def _measure(load: Load) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the measurement; print and save its results; return the exit code."""
+    """Run the measurement, print and save its results, and return the exit code."""
     program = "python -m penstock.loadtests.micro.plan_latency"
     (load,) = read_flags(program, "Latency of step plans to followers.", (Load,), arguments)
     return run(lambda: _measure(load), dataclasses.asdict(load), load.save_json)

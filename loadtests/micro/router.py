@@ -60,7 +60,7 @@ class Received:
 
     # Seconds until the first token of each request.
     first: list[float] = dataclasses.field(default_factory=list)
-    # Seconds from the generation of each token to its arrival.
+    # Seconds between the generation of each token and its arrival.
     ages: list[float] = dataclasses.field(default_factory=list)
     num_failed: int = 0
 
@@ -219,7 +219,7 @@ async def measure(fan: FanIn) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the measurement; print and save its results; return the exit code."""
+    """Run the measurement, print and save its results, and return the exit code."""
     program, about = "python -m penstock.loadtests.micro.router", "Cost of workers at one router."
     (fan,) = read_flags(program, about, (FanIn,), arguments)
     if not all(text.isdecimal() and int(text) for text in fan.workers):

@@ -234,7 +234,7 @@ async def measure(options: Options) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the measurement; print and save its results; return the exit code."""
+    """Run the measurement, print and save its results, and return the exit code."""
     program, about = "python -m penstock.loadtests.micro.router_cpu", "Router CPU per token."
     (options,) = read_flags(program, about, (Options,), arguments)
     if options.streams < 2 or options.output_len < 3:

@@ -299,7 +299,7 @@ async def check(options: Options) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the checks; print and save the results; return the exit code."""
+    """Run the checks, print and save the results, and return the exit code."""
     program, about = "python -m penstock.loadtests.micro.schemas", "Random schemas."
     (options,) = read_flags(program, about, (Options,), arguments)
     return run(lambda: check(options), asdict(options), options.save_json)

@@ -61,7 +61,7 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
         name: the worker's name.
         step_seconds: time from one step to the next.
         token: returns the next token id of a run.
-        wanted: bearer token that routers must send; None: no authentication.
+        wanted: bearer token that routers must send, or None for no authentication.
     """
 
     def __init__(

@@ -100,7 +100,7 @@ def ratios(path: Sequence[float], direct: Sequence[float]) -> list[float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the measurement; print and save its results; return the exit code."""
+    """Run the measurement, print and save its results, and return the exit code."""
     program = "python -m penstock.loadtests.micro.throughput"
     about = "Decode throughput through the whole path, relative to the engine alone."
     setup, requests = read_flags(program, about, (Setup, Requests), arguments)

@@ -281,7 +281,7 @@ async def _measure(setup: Setup, load: Load) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the measurement; print and save its results; return the exit code."""
+    """Run the measurement, print and save its results, and return the exit code."""
     program = "python -m penstock.loadtests.micro.token_masks"
     setup, load = read_flags(program, "Filling of token masks.", (Setup, Load), arguments)
     config = {**asdict(setup), **asdict(load)}

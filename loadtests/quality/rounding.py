@@ -1,7 +1,7 @@
 """Quantizes weight matrices to published forms, by plain rounding or with calibration.
 
-Sources: Frantar et al., "GPTQ" (2022); Lin et al., "AWQ" (2023); Dettmers et al., "QLoRA" (2023)
-for NF4; the block layouts of ggml-common.h for Q4_K and Q6_K.
+The sources are Frantar et al., "GPTQ" (2022), Lin et al., "AWQ" (2023), Dettmers et al., "QLoRA"
+(2023) for NF4, and the block layouts of ggml-common.h for Q4_K and Q6_K.
 """
 
 from dataclasses import dataclass

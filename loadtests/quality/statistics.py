@@ -28,7 +28,7 @@ class Interval:
 class Results:
     """A model's results. Each list has one entry per question, in the same order for all models."""
 
-    right: Floats  # 1 if the greedy answer is accepted, otherwise 0
+    right: Floats  # for each question, 1 if the greedy answer is accepted, otherwise 0
     losses: Floats  # sum of the negative log-likelihoods of the expected answer's tokens
     tokens: Floats  # number of tokens of the expected answer
 

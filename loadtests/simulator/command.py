@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in ("--help", "-h"):
         print(usage())
-        sys.exit(0)  # argparse also exits after --help
+        sys.exit(0)  # argparse also ends the process after --help
     if name not in KINDS:
         known = ", ".join(KINDS)
         print(f"penstock simulate: unknown kind {name!r}; known kinds: {known}", file=sys.stderr)

@@ -9,7 +9,7 @@ from penstock.loadtests.bench.metrics import Figures, Goals, Outcome, figures
 class Step(NamedTuple):
     """Results of the load at one rate."""
 
-    rate: float  # offered requests per second
+    rate: float  # offered rate, in requests per second
     figures: Figures
     # Number of requests that missed each goal; "failed" counts incomplete answers.
     misses: dict[str, int]

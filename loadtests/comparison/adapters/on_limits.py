@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 _ROWS, _WIDTH = 512, 2048  # shapes of the matmul: [rows, width] x [width, width]
-_READ = 64 << 20  # float32 elements to read: 256 MiB, which is far more than any cache has
+_READ = 64 << 20  # float32 elements to read: 256 MiB, more than fits in any cache
 _SECONDS = 0.6  # duration of each measurement, in seconds
 
 

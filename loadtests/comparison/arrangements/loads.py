@@ -18,7 +18,7 @@ class LoadPlan:
 
     name: str
     plan: Sequence[Planned]
-    # Streams of a closed loop; None: requests are sent at their times.
+    # Number of streams of a closed loop, or None to send requests at their times.
     concurrency: int | None = None
     goals: Goals | None = None
 
@@ -80,7 +80,7 @@ def changing_mix(
 class Thinning:
     """Parameters that thin a trace so that a small machine can serve it."""
 
-    seconds: float  # seconds of the trace that are replayed, from its start
+    seconds: float  # seconds of the trace that are replayed, beginning at its start
     keep: float  # probability of keeping a request of the trace
     divide: int  # number by which all lengths are divided
     max_model_len: int  # maximum tokens of a request; longer prompts are truncated

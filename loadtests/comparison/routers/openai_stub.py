@@ -136,7 +136,7 @@ class _Connection(asyncio.Protocol):
         if method == "POST" and path == "/v1/completions":
             self._stub.answer(json.loads(body), self._transport, closes)
             return
-        # When a router starts, it also sends health checks and model queries.
+        # A starting router also sends health checks and model queries.
         models = [{"id": _MODEL, "object": "model", "created": 0, "owned_by": _MODEL}]
         reply = {"object": "list", "data": models, "model_path": _MODEL, "status": "ok"}
         self._transport.write(_json_response(reply))

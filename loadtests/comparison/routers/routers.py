@@ -15,7 +15,7 @@ class Router:
     title: str
     environment: Environment
     adapter: str = ""  # name of a module in `adapters`; empty for Penstock's router
-    settings: dict[str, bool] = field(default_factory=dict)  # options of the adapter
+    settings: dict[str, bool] = field(default_factory=dict)  # options that the adapter gets
 
 
 PENSTOCK = Router("penstock", "Penstock", HERE)

@@ -135,7 +135,7 @@ def _show(cells: Sequence[Cell], figures: dict[str, Any]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the measurement; print and save its results; return the exit code."""
+    """Run the measurement, print and save its results, and return the exit code."""
     program = "python -m penstock.loadtests.micro.scheduler"
     about = "CPU time of scheduling a step in Penstock and in vLLM."
     (options,) = read_flags(program, about, (Options,), arguments)

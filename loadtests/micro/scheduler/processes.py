@@ -27,7 +27,7 @@ class Scheduler:
     def __init__(self, name: str, process: "subprocess.Popen[str]", words: IO[bytes]) -> None:
         self.name = name
         self._process = process
-        self._words = words  # stderr of the process
+        self._words = words  # file with the stderr of the process
         self.about: dict[str, Any] = self._answer()["about"]
 
     def measure(self, cell: Cell) -> dict[str, Any]:

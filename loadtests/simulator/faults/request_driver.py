@@ -29,7 +29,7 @@ class RequestDriver:
         self._clock = clock
         self._routers = routers
         self._note = note
-        # Number of requests of each router, which is also its latest request id.
+        # Requests sent to each router, whose number is also the latest request id.
         self._num_sent: Counter[Router] = Counter()
 
     def running(self) -> list[int]:

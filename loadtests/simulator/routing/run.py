@@ -44,7 +44,7 @@ class Outcome:
     """Results of a run."""
 
     seconds: Sequence[float]  # seconds to the first token of each prompt
-    placed_at: Sequence[str]  # worker of each prompt
+    placed_at: Sequence[str]  # name of the worker of each prompt
     jobs_ahead: Sequence[int]  # number of prompts at the worker when the prompt arrived there
     cached_tokens: int
     computed_tokens: Mapping[str, int]  # by worker

@@ -55,7 +55,7 @@ class ClusterPlan:
     """Settings of the simulated cluster."""
 
     pools: Mapping[str, int]  # initial number of workers of each role
-    limits: SchedulerConfig  # limits of each worker
+    limits: SchedulerConfig  # limits that each worker has
     timing: Timing
     cold_start: float = 30.0  # seconds
     bandwidth: float = BANDWIDTH
@@ -63,7 +63,7 @@ class ClusterPlan:
     router: RouterLimits | None = None  # None means an unbounded queue with `ttft_slo_seconds`
     single_steps: bool = False  # whether every step is a separate event
     # Whether routers learn step times.
-    # A fast-forward reports the mean of its steps, so that results then depend slightly on it.
+    # A fast-forward reports the mean of its steps, which changes the results slightly.
     reports_step_seconds: bool = False
     # Whether all workers share the cores of one machine (see `Timing.sharing`).
     is_one_machine: bool = False

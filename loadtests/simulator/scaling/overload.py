@@ -60,7 +60,7 @@ class Overload:
 class Outcome:
     """Figures of one simulation. Times are in seconds."""
 
-    rate: float  # arriving requests per second
+    rate: float  # requests per second that arrived
     goodput: float  # requests per second that kept both goals
     kept: float  # fraction of the requests that kept both goals
     refused: float  # fraction of the requests that were refused

@@ -90,7 +90,7 @@ class Process:
         self.clock.at(time, lambda: self.take(act))
 
     def take(self, act: Act) -> None:
-        """Run `act` in this process now, or when the process continues if it is stopped."""
+        """Run `act` in this process now, or as soon as the stopped process continues."""
         if self._stopped:
             self._backlog.append(act)
         elif self.alive:

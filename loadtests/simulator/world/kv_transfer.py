@@ -70,7 +70,7 @@ class KvTransfer:
 
         def on_end(broken: str) -> None:
             if broken:
-                # The destination may still expect data, so the router must end the transfer there.
+                # The destination may still wait for data, so the router must end its transfer.
                 about = (self._name[0], command.request, command.attempt, command.epoch)
                 reason = f"{self._name[0]} could not send: {broken}"
                 session.send(Failed(*about, reason), self._clock.now)

@@ -37,7 +37,7 @@ class Network:
         self.bandwidth = bandwidth
         self._latency = latency
         self._extra: dict[Way, float] = defaultdict(float)
-        self._cut: dict[Way, float] = {}  # for each path, the time until which it is cut
+        self._cut: dict[Way, float] = {}  # for each path, the time until which the path is cut
         self._message_faults: dict[Way, deque[MessageFault]] = defaultdict(deque)
 
     def latency(self, way: Way) -> float:

@@ -85,7 +85,8 @@ class StepRunner:
         self.busy_seconds = 0.0
         self.prompt_seconds = 0.0  # seconds of all steps with prefill tokens
         self.last_seconds = 0.0  # seconds of the last step
-        self.cores: SharedCores | None = None  # None if the worker has its cores for itself
+        # The cores that workers of one machine share; None if not shared.
+        self.cores: SharedCores | None = None
         self._process = process
         self._batcher = batcher
         self._skips = FastForward(batcher.state)

@@ -164,7 +164,8 @@ class Receiver:
         self._write = write
         self._gates = WriteGates()
         self._protocol = ReceiveProtocol(shape, [WHOLE], timing.silence)
-        self._sources: dict[int, _Source] = {}  # connected sources, by generation of their channels
+        # Connected sources, by the generation of the channel.
+        self._sources: dict[int, _Source] = {}
         self._callbacks: dict[int, Callable[[TransferResult], None]] = {}  # by epoch
         self._timer = _DeadlineTimer(
             process, self._protocol.check_deadlines, self._execute, timing.silence
@@ -269,7 +270,7 @@ class TransferCallbacks:
     """
 
     on_read: Callable[[], None]
-    on_end: Callable[[str], None]  # called with the reason if the channel broke, otherwise with ""
+    on_end: Callable[[str], None]  # called at the end with the reason of a failure, or with ""
 
 
 class SendChannel:

@@ -58,7 +58,7 @@ class Worker:
 
     Args:
         find: returns a worker by name and incarnation, or None if the worker is not running.
-        check_every: number of steps between checks of the block invariants; 0: never check.
+        check_every: number of steps between checks of the block invariants; 0 means never.
         fast_forwards: whether to combine quiet steps into one event.
         heartbeats: whether to send heartbeats and close silent streams. If False, the caller must
             call `report_load`.

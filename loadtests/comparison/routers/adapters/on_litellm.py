@@ -36,7 +36,7 @@ def router(options: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     host, port = options["address"].split(":")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.yaml"
-        path.write_text(json.dumps(config))  # JSON is valid YAML
+        path.write_text(json.dumps(config))  # the JSON is also valid YAML
         command = [
             *(str(Path(sys.executable).parent / "litellm"), "--config", str(path)),
             *("--host", host, "--port", port, "--num_workers", "1", "--telemetry", "False"),
