@@ -43,7 +43,7 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The requests and their arrival times."""
+    """Requests and arrival times."""
 
     num_requests: int | None = option(
         None, "number of requests; default: 100, or all of the trace", also=("--num-prompts",)
@@ -84,7 +84,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """The results and the exit code."""
+    """Results and exit code."""
 
     goodput: tuple[str, ...] = option(
         (),
@@ -98,7 +98,7 @@ class Results:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """Search for the highest rate that keeps the goals."""
+    """Search of the highest rate that keeps the goals."""
 
     sweep: bool = option(
         False, "measure steps of rising rates, and find the highest rate that keeps every --goal"

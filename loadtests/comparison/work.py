@@ -20,7 +20,7 @@ _MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The prompts and answers of a round."""
+    """Prompts and answers."""
 
     requests: int = option(64, "throughput: prompts in the batch")
     input_len: int = option(128, "throughput and TPOT: tokens of each prompt")

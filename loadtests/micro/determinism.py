@@ -27,7 +27,7 @@ from penstock.workers.engine.engine import Engine
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Options:
-    """Settings of the measurement. The model is a random Llama with 125 million parameters."""
+    """Settings of the measurement; the model is a random Llama with 125 million parameters."""
 
     threads: int = option(2, "threads of each engine; one engine computes at a time")
     rounds: int = option(5, "measured rounds, after one warm-up round")

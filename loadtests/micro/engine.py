@@ -34,7 +34,7 @@ from penstock.workers.scheduling.sequence import NewSequence
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Options:
-    """Settings of the measurement. The model is a random Llama with 125 million parameters."""
+    """Settings of the measurement; the model is a random Llama with 125 million parameters."""
 
     threads: int = option(2, "threads of the engine")
     rounds: int = option(5, "measured rounds, after one warm-up round")

@@ -217,10 +217,7 @@ class Stepped:
 
 @dataclass(frozen=True, slots=True)
 class Yielded:
-    """Event: a worker has stopped a request.
-
-    The worker keeps the KV blocks of the positions [0, `kv_len`).
-    """
+    """Event: a worker has stopped a request and keeps the KV of its positions [0, `kv_len`)."""
 
     worker: str
     request: int
@@ -230,10 +227,7 @@ class Yielded:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Event: the destination of a KV transfer has reserved blocks.
-
-    It already has the KV of the positions [0, `have`).
-    """
+    """Event: a destination has reserved blocks and already has the KV of positions [0, `have`)."""
 
     worker: str
     request: int
@@ -267,10 +261,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """Event: a worker rejects a request.
-
-    The worker is full or, if `is_permanent`, too small for the request.
-    """
+    """Event: a worker rejects a request. It is full or, if `is_permanent`, too small."""
 
     worker: str
     request: int
@@ -281,10 +272,7 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Event: periodic clock tick.
-
-    The dispatcher checks deadlines and worker timeouts, and moves requests.
-    """
+    """Event: periodic time to check deadlines and worker timeouts, and to move requests."""
 
 
 WorkerMessage: TypeAlias = (
@@ -302,10 +290,7 @@ Event: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A lease of KV blocks at a worker.
-
-    A destination can receive the KV of the positions [0, `kv_len`) from it.
-    """
+    """A lease at a worker, from which a destination can get the KV of positions [0, `kv_len`)."""
 
     worker: str
     incarnation: str
@@ -316,10 +301,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """Command: run a request on a worker.
-
-    The tokens are sufficient to run the request. A source of KV blocks only saves computation.
-    """
+    """Command: run a request on a worker. A source of KV blocks only saves computation."""
 
     worker: str
     request: Request
@@ -355,10 +337,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Command: release a request, or one of its choices, on a worker.
-
-    The request may be in any state.
-    """
+    """Command: release a request of any state, or one of its choices, on a worker."""
 
     worker: str
     request: int
@@ -368,10 +347,7 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Deliver:
-    """Command: deliver new tokens to clients.
-
-    Each position of each choice is delivered once and in order.
-    """
+    """Command: deliver new tokens to clients. Choices get each position once and in order."""
 
     tokens: TokenColumns
 
@@ -387,10 +363,7 @@ class DeliverEnd:
 
 @dataclass(frozen=True, slots=True)
 class DeliverPrompt:
-    """Command: deliver data about the prompt of a request.
-
-    The data are the logprobs of the next prompt tokens (from token 1 on), or `num_cached`.
-    """
+    """Command: deliver `num_cached`, or logprobs of the next prompt tokens (from token 1 on)."""
 
     request: int
     logprobs: Sequence[object] = ()
@@ -410,10 +383,7 @@ class EndRequest:
 
 @dataclass(frozen=True, slots=True)
 class CloseStream:
-    """Command: close the stream to a worker.
-
-    The worker is silent, stuck or has sent inconsistent messages.
-    """
+    """Command: close the stream to a worker that is silent, stuck or sends wrong messages."""
 
     worker: str
     incarnation: str

@@ -97,8 +97,7 @@ class RequestState(Submissions):
             return AppendResult.APPENDED
         here.started, finished[choice] = True, bool(finish)
         if log.is_complete:
-            # The worker releases a finished request by itself, without a Drop command.
-            self.running = None
+            self.running = None  # the worker releases a finished request without a Drop command
             self.end(Status.OK, "", out)
         return AppendResult.STATE_CHANGED
 

@@ -39,7 +39,7 @@ _FIGURES = ("due", "input_len", "output_len")
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """The server to measure."""
+    """The server."""
 
     address: str = option(
         "http://127.0.0.1:8000", "grpc://HOST:PORT or http[s]://HOST:PORT", positional=True
@@ -53,7 +53,7 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Playing:
-    """The load and the results."""
+    """The load, and the results."""
 
     timing: Path | None = option(None, "time model, from penstock simulate calibrate")  # noqa: RUF009
     recorded: Path | None = option(  # noqa: RUF009

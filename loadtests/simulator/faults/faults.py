@@ -36,7 +36,7 @@ class WrongOptions(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Play:
-    """The fault schedules to run."""
+    """The schedules to run."""
 
     seed: int | None = option(None, "run only this schedule and print its events")
     requests: str | None = option(None, "with --seed: run only these requests, as 0,3,7 (or none)")

@@ -41,7 +41,7 @@ MAX_SHORT_RATIO = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The cluster and its load."""
+    """Cluster and load."""
 
     trace: str = option("", "Mooncake trace (JSON lines)", positional=True)
     workers: int = option(16, "number of workers")

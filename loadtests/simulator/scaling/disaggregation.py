@@ -110,7 +110,7 @@ CASES: Sequence[Case] = (
 
 @dataclass(frozen=True, slots=True)
 class Playing:
-    """Duration and seed of a simulation."""
+    """Duration and seed of a run."""
 
     seconds: float = option(120.0, "seconds during which requests arrive")
     seed: int = option(0, "the same seed gives the same runs")

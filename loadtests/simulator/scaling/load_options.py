@@ -19,7 +19,7 @@ class WrongOptions(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Arriving:
-    """Options of the requests that arrive."""
+    """Requests that arrive."""
 
     trace: Path | None = option(None, "Mooncake JSON lines or an Azure CSV")  # noqa: RUF009
     shape: Literal["steps", "sinusoid"] = option("sinusoid", "load curve without --trace")
@@ -37,7 +37,7 @@ class Arriving:
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """Options of the workers and the scaler."""
+    """Workers and scaler."""
 
     mixed: int = option(2, "mixed workers at the start")
     prefill: int = option(0, "prefill workers at the start (with --decode, instead of --mixed)")

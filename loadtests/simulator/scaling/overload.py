@@ -42,7 +42,7 @@ BLOCK_SIZE = 64
 
 @dataclass(frozen=True, slots=True)
 class Overload:
-    """The cluster and its load."""
+    """Cluster and load."""
 
     workers: int = option(4, "mixed workers")
     max_sequences: int = option(64, "most running sequences per worker")

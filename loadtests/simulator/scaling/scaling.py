@@ -46,7 +46,7 @@ ABOUT = (
 
 @dataclass(frozen=True, slots=True)
 class Loads:
-    """The traces, a generated wave, and generated steps."""
+    """Traces, and a generated wave and steps."""
 
     code: Path | None = option(None, "Azure's code trace")  # noqa: RUF009
     conversation: Path | None = option(None, "Azure's conversation trace")  # noqa: RUF009

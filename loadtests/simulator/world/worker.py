@@ -60,8 +60,7 @@ class Worker:
         find: returns a worker by name and incarnation, or None if the worker is not running.
         check_every: number of steps between checks of the block invariants; 0 means never.
         fast_forwards: whether to combine quiet steps into one event.
-        heartbeats: whether to send heartbeats and close silent streams. If False, the caller must
-            call `report_load`.
+        heartbeats: whether to send heartbeats and close silent streams. If not, call `report_load`.
     """
 
     def __init__(
@@ -108,10 +107,7 @@ class Worker:
     def attach(
         self, router: str, stream: Stream, deliver: Callable[[Any], None], ended: Act
     ) -> Session:
-        """Open a session for a router's new stream.
-
-        The router's earlier session, if any, is closed.
-        """
+        """Open a session for a router's new stream. Its earlier session, if any, is closed."""
         self.steps.catch_up()
         for earlier in list(self.sessions.values()):
             if earlier.router == router:

@@ -81,8 +81,7 @@ class Placer:
         self.num_ended: Counter[Status] = Counter()
         # Number of decisions by `str(PrefillDecision)`.
         self.num_prefill_decisions: Counter[str] = Counter()
-        # Whether a queued request may fit now, so that `assign_waiting` must be called.
-        self.dirty = False
+        self.dirty = False  # whether a queued request may fit now (see `assign_waiting`)
         self.listener = DecisionListener()
 
     @property
