@@ -121,7 +121,7 @@ class Clients:
         return True
 
     async def _chat(self, stream: Stream) -> bool:
-        """Send a request that calls tools over HTTP and record its answer.
+        """Send over HTTP a request that calls tools, and record its answer.
 
         Like `_call`, this returns False if the call must be retried.
         """

@@ -60,7 +60,7 @@ class OpenRequests:
     def deliver(self, tokens: ev.TokenColumns, now: float) -> None:
         """Deliver the tokens of a step. This runs for every token: keep it fast."""
         outputs, logprobs = self._outputs, tokens.logprobs
-        # Many tokens of a step have the same time of the previous token: count them together.
+        # Tokens whose previous tokens came at the same time are counted together.
         counts: dict[float, int] = {}  # number of tokens for each time of the previous token
         for row, (request, _, choice, position, token, finish) in enumerate(tokens.rows()):
             output = outputs.get(request)

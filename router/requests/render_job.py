@@ -10,7 +10,7 @@ from penstock.router.requests.chat_rendering import NO_TEMPLATE, TEMPLATE
 
 
 def render_job(renderer: ChatRenderer | None, items: Sequence[bytes]) -> list[bytes]:
-    """Do the job.
+    """Render the chat of a job.
 
     Returns a flag byte for each segment (1: plain text), then the segments' texts.
     """

@@ -32,7 +32,8 @@ class GenerationRequest:
     prompt: Sequence[int]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     timeout: float | None = None  # seconds
-    default_max_tokens: int | None = None  # if max_tokens is absent; None: no limit
+    # Default of `max_tokens`, or None for the rest of the context.
+    default_max_tokens: int | None = None
     tenant: str = ""
     priority: int = 0  # as in vLLM, a tenant's requests with lower values go first
     request_id: str = ""

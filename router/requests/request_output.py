@@ -25,8 +25,8 @@ class ChoiceOutput(DeliveredTokens):
         super().__init__()
         self.detokenizer = detokenizer
         self.is_finished = False
-        # Whether a token of the choice can be delivered without checks.
-        # The choice is open, has no stop strings, and its deltas do not wait for other choices.
+        # Whether tokens can be delivered without checks.
+        # True for an open choice without stop strings whose deltas wait for no other choice.
         self.is_plain = is_plain
 
     def end(self) -> None:

@@ -45,7 +45,7 @@ class RequestState(Submissions):
 
     def __init__(self, request: Request) -> None:
         super().__init__(request)
-        self.live_migration_failed = False  # whether to try no other live migration
+        self.live_migration_failed = False  # then no other live migration is tried
         self.num_losses = 0
         self.status: Status | None = None
         # `Placer` sets the following attributes.

@@ -20,7 +20,7 @@ class Panel:
     """One chart whose horizontal axis is the offered rate."""
 
     title: str
-    lines: dict[str, list[float]]  # by name of the line, one value for each step
+    lines: dict[str, list[float]]  # for each line, its name and its values by step
     goal: float | None = None
     diagonal: bool = False  # whether to draw the line where the value equals the offered rate
 

@@ -1,4 +1,4 @@
-"""Host process of one router, which prints the router's description and ends with its stdin.
+"""Host process of one router, which prints a description and runs until stdin is closed.
 
 Runs as `python host.py ADAPTER OPTIONS` under the router's own interpreter, and therefore imports
 only the standard library. An adapter is a module in this folder with
