@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_SET_PARENT_DEATH_SIGNAL = 1  # value of PR_SET_PDEATHSIG in Linux, for prctl(2)
+_SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 MAX_OPEN_FILES = 64
 
 
@@ -24,7 +24,7 @@ def limit_process(memory_bytes: int) -> None:
     Args:
         memory_bytes: address space that the process may allocate from now on (Linux).
     """
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # core dumps would contain prompts
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # because core dumps contain prompts
     resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
     resource.setrlimit(resource.RLIMIT_NOFILE, (MAX_OPEN_FILES, MAX_OPEN_FILES))
     pages = Path("/proc/self/statm")
@@ -35,10 +35,7 @@ def limit_process(memory_bytes: int) -> None:
 
 @contextmanager
 def limited_time(cpu_seconds: float, wall_seconds: float) -> Iterator[None]:
-    """End this process if the code in the context takes too long.
-
-    SIGPROF ends it after `cpu_seconds` of CPU time, SIGALRM after `wall_seconds` of wall time.
-    """
+    """End this process if the context takes too long: SIGPROF (CPU time), SIGALRM (wall time)."""
     signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
     signal.setitimer(signal.ITIMER_REAL, wall_seconds)
     try:
