@@ -8,30 +8,29 @@ import pytest
 
 from penstock.cluster.processes.descriptors import reserve_descriptors
 
-# Imports and test collection create millions of objects that live until the end of the run. Garbage
-# collection over these objects takes a third of the time of test collection; see
-# `pytest_collection_finish`.
+# Imports and the collection of tests create millions of objects that live until the end.
+# Garbage collection over these objects would take a third of the collection's time.
+# It is enabled again by `pytest_collection_finish`.
 gc.disable()
 
 # Grow the table of file descriptors, because workers and routers also serve in this process.
 reserve_descriptors()
 
-# Small matrix products gain nothing from threads. On a busy machine, threads that wait for each
-# other make these products ten times slower. Must be set before torch is imported anywhere.
+# Small matrix products gain nothing from threads, which are ten times slower on a busy machine.
+# This variable must be set before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Each xdist process uses its own range of ports. Otherwise another process could take a port that
-# this process has just found free.
+# Each xdist process takes free ports from its own range, so that two never take the same port.
 if worker := os.environ.get("PYTEST_XDIST_WORKER"):
     low = 20000 + 4000 * (int(worker.removeprefix("gw")) % 3)
     os.environ["PENSTOCK_FREE_PORTS"] = f"{low}-{low + 4000}"
 
 try:
     from hypothesis import HealthCheck, settings
-except ModuleNotFoundError:  # GPU machines may have few packages: see docs/gpu.md
+except ModuleNotFoundError:  # a GPU machine may lack hypothesis (docs/gpu.md)
     pass
 else:
-    # No deadlines: slow tests on a busy machine are not failures.
+    # No deadlines: on a busy machine, a slow test is not a failure.
     settings.register_profile(
         "patient", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
     )

@@ -32,7 +32,7 @@ PURPOSES = {
 
 
 def requirements_of(name: str) -> list[str]:
-    """Return the requirements from which a lock is resolved."""
+    """Return the requirements that are resolved into the lock of this name."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     if name == "cuda":
         return list(project["project"]["dependencies"])
@@ -59,8 +59,7 @@ def resolve(requirements: Sequence[str]) -> dict[str, Any]:
     """Return pip's report of the installation of `requirements` into an empty environment."""
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed"]
     command += ["--only-binary", ":all:", "--constraint", str(ROOT / "constraints.txt")]
-    # Ignore the folders and indexes configured on this machine, which may have a CPU build of
-    # torch.
+    # Ignore the indexes and folders of this machine, which may have a CPU build of torch.
     local = {"PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL"}
     environment = {key: value for key, value in os.environ.items() if key not in local}
     environment["PIP_CONFIG_FILE"] = os.devnull

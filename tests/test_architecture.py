@@ -20,12 +20,12 @@ class Row(NamedTuple):
     number: int
     path: str
     function: str
-    successor: str  # the name that the function must use
-    is_call: bool  # the function calls the successor, the next row's function
+    successor: str  # name of the next row's function, which this function must use
+    is_call: bool  # True if the function calls its successor
 
 
 def request_path() -> list[Row]:
-    """Parse the table; an empty file cell repeats the file above."""
+    """Parse the table; a row with an empty file cell has the file of the row above."""
     rows, path = [], ""
     for line in TEXT.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]

@@ -123,7 +123,7 @@ async def test_openai_completions_equal_transformers(
         by_stop = choice["token_ids"][-1] in (*STOPS, EOS)
         assert choice["finish_reason"] == ("stop" if by_stop else "length")
         assert choice["logprobs"] is None
-    # A prompt of one token leaves no KV to transfer.
+    # If the prompt has one token, a search yields no KV, so nothing is transferred.
     await until(lambda: (cluster.workers["p"]._manager.load.bytes_sent > sent) == (length > 1))
     await cluster.wait_until_idle()
 

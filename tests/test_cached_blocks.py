@@ -21,7 +21,7 @@ from tests.support.served_router import until
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 KEY = bytes(range(32))
-NUM_PROMPTS = 80  # more blocks than both workers have
+NUM_PROMPTS = 80  # so many that their blocks exceed the caches of both workers
 PROMPT = [5 + (7 * i) % 290 for i in range(70)]
 
 

@@ -192,7 +192,8 @@ def test_port_in_use_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_port_that_was_just_used_is_free() -> None:
     with socket.socket() as server, socket.socket() as client:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        server.bind(("127.0.0.1", free_ports(1)[0]))  # outgoing connections do not use such ports
+        # Take a port that the kernel does not use for outgoing connections.
+        server.bind(("127.0.0.1", free_ports(1)[0]))
         server.listen()
         port = server.getsockname()[1]
         client.connect(("127.0.0.1", port))

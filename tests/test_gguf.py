@@ -40,7 +40,7 @@ def test_greedy_answers_are_those_of_the_safetensors_checkpoint(
 ) -> None:
     make_checkpoint(tmp_path / "m", family)
     round_weights(tmp_path / "m")
-    # A GGUF file cannot express a non-default scale of attention scores.
+    # GGUF has no entry for the scale of attention scores, so set the default scale.
     if family.startswith("gemma"):
         path = tmp_path / "m" / "config.json"
         config = json.loads(path.read_text())

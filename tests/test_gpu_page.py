@@ -1,4 +1,4 @@
-"""Every section of docs/gpu.md about code says how it is known, and what to look at first."""
+"""Each section about code in docs/gpu.md labels how it is known and what to check first."""
 
 import re
 from pathlib import Path

@@ -18,7 +18,7 @@ IMAGES = ("router", "cuda")
 class Stage(NamedTuple):
     name: str
     parent: str
-    lines: list[tuple[str, str]]  # instruction and its arguments
+    lines: list[tuple[str, str]]  # pairs of an instruction and its arguments
 
 
 @cache
@@ -88,7 +88,7 @@ def test_packages_are_installed_with_hashes_and_from_locks_only() -> None:
     assert len(installed) == 5
     locks = set()
     for command in installed:
-        if "--no-index" in command:  # the wheel of Penstock
+        if "--no-index" in command:  # this command installs the wheel of Penstock
             assert "--no-deps" in command
         else:
             assert "--require-hashes --only-binary :all:" in " ".join(command.split())

@@ -25,9 +25,9 @@ pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(1200)]
 MODEL = SHIPPED.parent / "demo-small"
 ROLES = {"p0": "prefill", "d0": "decode", "d1": "decode"}
 NUM_TOKENS = 500
-MIN_TOKENS = 20  # tokens that each stream has before a test acts
+MIN_TOKENS = 20  # number of tokens that each stream has got before a test acts
 NUM_PROMPTS, PROMPT_LENGTH = 6, 200
-BYTES_PER_TOKEN = 2 * 2 * 2 * 32 * 4  # two layers, keys and values, two heads of 32, in fp32
+BYTES_PER_TOKEN = 2 * 2 * 2 * 32 * 4  # 2 layers x keys and values x 2 heads x 32 features x 4 bytes
 
 
 def prompts(kind: int) -> list[list[int]]:
@@ -124,7 +124,8 @@ async def test_streams_are_complete_while_roles_change(cluster: Cluster) -> None
     assert not any(len(stream.tokens) == NUM_TOKENS for stream in streams), (
         "the move must not wait for answers to end"
     )
-    _, second = await start_streams(cluster, others)  # placed by the new roles of the workers
+    # The router places these requests by the workers' new roles.
+    _, second = await start_streams(cluster, others)
     await frontend.assign("d1", "prefill", "ops")
     await frontend.assign("d0", "decode", "ops")
     await frontend.assign("p0", "prefill", "ops")

@@ -14,7 +14,7 @@ import pytest
 TESTS = Path(__file__).resolve().parent
 CLOCKS = {
     *("time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns"),
-    *("process_time", "process_time_ns"),  # includes the time of other threads
+    *("process_time", "process_time_ns"),  # CPU time of the process includes that of other threads
 }
 ALLOWED = {
     "support/serving.py": "`wait_for` gives up at its deadline: it only ends a hang",
@@ -30,7 +30,8 @@ def is_clock(node: ast.expr, names: set[str]) -> bool:
     match node:
         case ast.Name(name):
             return name in names
-        case ast.Call(ast.Attribute(_, attribute), []):  # time.monotonic(), and loop.time()
+        # For example time.monotonic() or loop.time().
+        case ast.Call(ast.Attribute(_, attribute), []):
             return attribute in CLOCKS
         case ast.Call(ast.Name("abs" | "max" | "min" | "round" | "float"), arguments):
             return any(is_clock(each, names) for each in arguments)

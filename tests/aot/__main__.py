@@ -23,8 +23,9 @@ from tests.aot.jobs import Report, forgotten, jobs_of, run  # noqa: E402
 
 COLUMNS = (
     *("kernel", "case", "chip", "regs", "spill", "shared", "warps", "tensor core", "wide"),
-    "buffers",  # fewest buffers of a copied tile, for each innermost loop with matrix products
-    "in flight",  # copies that still run after a wait in that loop
+    # Smallest number of buffers of a copied tile, per innermost loop with matrix products.
+    "buffers",
+    "in flight",  # copies that still run after a wait, per innermost loop with matrix products
 )
 
 

@@ -53,7 +53,7 @@ class Artefact:
     """Measures of one kernel's machine code on one chip."""
 
     registers: int
-    spilled: int  # bytes per thread, or the number of local memory accesses if larger
+    spilled: int  # spilled bytes per thread, or the number of local memory accesses if larger
     shared_bytes: int
     num_warps: int
     tensor_core: int  # number of tensor core instructions
@@ -101,7 +101,7 @@ def cache_key(launch: Launch, chip: DeviceInfo) -> str:
 
 
 def _source(launch: Launch, chip: DeviceInfo) -> tuple[ASTSource, GPUTarget, dict[str, Any]]:
-    """Return what `triton.compile` needs for a launch."""
+    """Return the arguments with which `triton.compile` compiles a launch."""
     target = (
         GPUTarget("cuda", int(chip.name.removeprefix("sm_")), chip.warp_size)
         if chip.is_cuda

@@ -43,9 +43,10 @@ def _loop(lines: list[str], buffers: dict[str, int]) -> Loop:
 
 
 def _innermost_loops(ttgir: str) -> Iterator[list[str]]:
-    """Yield the lines of each loop that has matrix products, unless an inner loop has some too.
+    """Yield the lines of each loop that has matrix products and contains no such loop.
 
-    The compiler may repeat a part of an inner loop after it, so the outer loop may have products.
+    The compiler may repeat a part of an inner loop after it. An outer loop may therefore have
+    matrix products of its own.
     """
     open_loops: list[_OpenLoop] = []
     for line in ttgir.splitlines():
@@ -66,6 +67,7 @@ def _innermost_loops(ttgir: str) -> Iterator[list[str]]:
 class _OpenLoop:
     """A loop whose last line has not been read yet."""
 
-    end: str  # start of its last line
-    lines: list[str] = field(default_factory=list)  # without the lines of inner loops
+    end: str  # text with which the loop's last line begins
+    # Lines of the loop, without those of inner loops.
+    lines: list[str] = field(default_factory=list)
     has_inner: bool = False  # True if this loop contains another loop with matrix products

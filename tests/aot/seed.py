@@ -88,7 +88,7 @@ Batches = Sequence[Sequence[int]]
 
 
 def record(name: str, chip: DeviceInfo, steps: Batches = ()) -> list[Launch]:
-    """Return the launches of a model's warm-up, or of prefill steps, one per specialization."""
+    """Return launches of the warm-up or of prefill `steps`, one for each specialization."""
     with (
         record_launches(chip) as launches,
         mock.patch.object(model_builder, "runs_kernels", return_value=True),
@@ -104,7 +104,7 @@ def record(name: str, chip: DeviceInfo, steps: Batches = ()) -> list[Launch]:
 
 
 def runner_of(config: dict[str, Any]) -> tuple[DeviceRunner, SchedulerConfig]:
-    """Return the runner of a model with two layers on the "meta" device, and a worker's limits."""
+    """Return a runner of the model, with two layers on the "meta" device, and a worker's limits."""
     with tempfile.TemporaryDirectory() as folder:
         text = json.dumps(config | {"num_hidden_layers": 2})
         (Path(folder) / "config.json").write_text(text)
@@ -136,7 +136,7 @@ def _warm_up(runner: DeviceRunner, limits: SchedulerConfig) -> None:
 
 
 def _move_blocks(kv: Tensor) -> None:
-    """Launch the kernels of `warm_up_block_moves`, without reading a checksum's value."""
+    """Launch the kernels of `warm_up_block_moves`, but do not read the value of a checksum."""
     first = meta(1, dtype=torch.int32)
     copy_blocks(kv, first.to(torch.int64), first.to(torch.int64))
     layers, heads = slice(0, kv.shape[0]), slice(0, kv.shape[3])

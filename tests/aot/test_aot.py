@@ -90,14 +90,14 @@ LOADS_ITS_BLOCK: Change = (
 )
 """Makes the address of a tile depend on a load of the same iteration."""
 
-DECODE = 1  # index of the launch for split KV
+DECODE = 1  # index of the decode launch (split KV) among the launches of the case
 
 
 @pytest.mark.parametrize("chip", [SM_80, SM_89, SM_90, SM_100], ids=lambda chip: chip.name)
 def test_attention_that_loads_its_own_block_numbers_is_not_pipelined(
     chip: DeviceInfo, tmp_path: Path
 ) -> None:
-    """Compile the decode kernel unchanged, with `LOADS_ITS_BLOCK`, and with too few stages."""
+    """Compile the decode kernel in three variants: unchanged, `LOADS_ITS_BLOCK`, too few stages."""
     case = cases_of("tests.aot.cases.attention")[0]
 
     def found(change: Change, **options: int) -> list[str]:

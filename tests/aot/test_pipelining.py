@@ -1,4 +1,4 @@
-"""Loops are read from Triton GPU IR: copies, their buffers, and copies in flight after a wait."""
+"""The loops of Triton's GPU IR are read correctly: copies, buffers, and copies in flight."""
 
 import pytest
 

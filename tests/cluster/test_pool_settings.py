@@ -37,7 +37,7 @@ NUM_NEW = 24
 
 
 def prompt(length: int, start: int) -> list[int]:
-    """Return a prompt of token ids, which differ for each `start`."""
+    """Return a prompt of token ids; another `start` gives other ids."""
     return [100 + (start * 31 + position * 7) % 400 for position in range(length)]
 
 

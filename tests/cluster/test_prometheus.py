@@ -63,7 +63,7 @@ def folder() -> Iterator[Path]:
 
 
 def with_key(folder: Path) -> list[str]:
-    """Return the arguments with which a cluster accepts `KEY`, as the key of an operator."""
+    """Return the arguments of a cluster that accepts `KEY` as an operator's key."""
     path = folder / "cluster.yaml"
     path.write_text(f"keys: {{ops: {{role: operator, file: {key_file(folder, KEY)}}}}}\n")
     return ["--config", str(path)]
@@ -107,7 +107,7 @@ def has_data(client: httpx.Client, query: str) -> bool:
     """Return whether the query gives at least one value that is not NaN."""
     with suppress(httpx.TransportError):
         reply = client.get("/api/v1/query", params={"query": query})
-        if reply.status_code == 503:  # Prometheus is starting
+        if reply.status_code == 503:  # Prometheus answers 503 while it starts
             return False
         assert reply.status_code == 200, reply.text
         found = reply.json()["data"]["result"]
@@ -147,7 +147,8 @@ def chart_queries() -> tuple[list[str], list[str]]:
     """
     keda = {"autoscaler": "keda", "prometheusAddress": "http://prometheus"}
     pools = {"decode": {"maxReplicas": 2}}
-    peers = {"monitoring": [chart.PROMETHEUS]}  # KEDA scales by metrics of the admin port
+    # Let Prometheus reach the admin port, because KEDA scales by its metrics.
+    peers = {"monitoring": [chart.PROMETHEUS]}
     own = {"standalone": keda, "pools": pools, "networkPolicy": peers}
     values = chart.merged(chart.of_mode("standalone"), own)
     (trigger,) = chart.one(chart.objects(chart.render(values)), "ScaledObject")["spec"]["triggers"]
@@ -198,7 +199,7 @@ def test_silent_worker_is_reported_as_down_and_later_as_up(
     cluster: Serving, prometheus: httpx.Client
 ) -> None:
     victim = cluster.find("penstock: decode worker 0")
-    victim.suspend()  # silent, like a worker on a lost machine
+    victim.suspend()  # a suspended worker is silent, like one on a lost machine
     try:
         down = 'penstock_worker_up{worker=~"decode.*"} == 0'
         wait_for(lambda: has_data(prometheus, down), "the worker to be down")

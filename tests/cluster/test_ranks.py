@@ -33,7 +33,8 @@ def complete(running: Serving) -> list[str]:
 @pytest.mark.timeout(1800)
 def test_worker_of_two_ranks_recovers_from_a_killed_and_a_stopped_rank() -> None:
     before = shared_memory()
-    with tempfile.TemporaryDirectory(prefix="pk-") as name:  # short, for Unix sockets
+    # Unix socket paths in pytest's tmp_path would be too long.
+    with tempfile.TemporaryDirectory(prefix="pk-") as name:
         folder = Path(name)
         arguments = [str(MODEL), "--tp", "2", "--kv-cache-mib", "64", "--step-timeout-seconds", "8"]
         arguments += ["--crash-dump-dir", str(folder / "bundles")]
@@ -48,7 +49,8 @@ def test_worker_of_two_ranks_recovers_from_a_killed_and_a_stopped_rank() -> None
             # Suspend one rank: the other rank blocks in a collective, and both are replaced.
             stopped = running.find("mixed worker 0, rank 1")
             stopped.suspend()
-            with suppress(httpx.HTTPStatusError):  # the request may time out if the restart is slow
+            # If the restart is slow, the request may time out.
+            with suppress(httpx.HTTPStatusError):
                 assert complete(running) == answer
             running.wait_for_output("mixed worker 0: ready after", times=3)
             assert complete(running) == answer

@@ -92,7 +92,7 @@ def num_nodes(running: Serving) -> int:
     """Return the number of nodes that Ray's autoscaler has added for workers."""
     count = 0
     for each in running.processes():
-        with suppress(psutil.Error):  # the process has just ended
+        with suppress(psutil.Error):  # the process may end meanwhile
             count += each.name() == "raylet" and "mixed,1" in " ".join(each.cmdline())
     return count
 

@@ -142,7 +142,7 @@ def test_secrets_of_the_shell_are_in_no_process_of_the_cluster(running: Serving)
     found = []
     for each in running.processes():
         with suppress(psutil.Error):
-            # The driver's own environment is the shell's, which only its user can read.
+            # The driver keeps the environment of the shell, which only the shell's user can read.
             if each.pid == running.process.pid:
                 continue
             own = each.environ()
@@ -151,5 +151,5 @@ def test_secrets_of_the_shell_are_in_no_process_of_the_cluster(running: Serving)
                 found.append(each.cmdline())
     assert found == []
     assert len(names) >= 4, "Ray's two servers, a router and a worker"
-    # A title that is longer than the command line overwrites the environment that others see.
+    # A process title that is longer than the command line overwrites the visible environment.
     assert sum({"PASSED_ON", "HF_HUB_OFFLINE"} <= each for each in names.values()) > 3

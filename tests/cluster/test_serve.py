@@ -48,7 +48,8 @@ def ports() -> list[int]:
 @pytest.fixture(scope="module")
 def started() -> Iterator[Serving]:
     """A cluster with two routers, shared by several tests; a test may kill its processes."""
-    ports = free_ports(2, run=2)  # the second router's ports follow the first's
+    # Two consecutive ports each: the second router uses the next ports.
+    ports = free_ports(2, run=2)
     arguments = [*ARGUMENTS, "--routers", "2", "--deterministic"]
     with (
         tempfile.TemporaryDirectory(prefix="pk-") as name,
@@ -109,7 +110,7 @@ def test_output_shows_progress_and_the_next_commands(shared: Serving) -> None:
 
 
 def test_a_local_ray_starts_no_dashboard_autoscaler_or_log_monitor(shared: Serving) -> None:
-    shared.find("penstock: prefill worker 0")  # this process was started by the raylet
+    shared.find("penstock: prefill worker 0")  # wait for a worker: the raylet is then running
     started = {Path(word).name for each in shared.processes() for word in each.cmdline()[:3]}
     assert "raylet" in started
     assert started.isdisjoint({"dashboard.py", "monitor.py", "log_monitor.py"})

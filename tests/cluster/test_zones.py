@@ -24,7 +24,8 @@ from tests.support.serving import TIMEOUT_SECONDS, serving
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
 MODEL = SHIPPED.parent / "demo-small"
-NODES = ("a1", "a2", "b1", "b2")  # letter of the zone, and number of the node in the zone
+# A node's name is the letter of its zone and its number in the zone.
+NODES = ("a1", "a2", "b1", "b2")
 
 
 def node(name: str) -> dict[str, Any]:

@@ -43,7 +43,8 @@ def test_hash_covers_tokens_parent_salt_and_key() -> None:
     chains.append(chain_of([1, 2, 2, 3], 2, salt=b"x"))
     chains.append(chain_of([1, 2, 2, 3], 2, key=KEY[::-1]))
     digests = [digest for chain in chains for digest in chain]
-    assert len(set(digests)) == 9  # chains 0 and 2 share only their first block
+    # Of ten hashes, two are equal: chains 0 and 2 share their first block.
+    assert len(set(digests)) == 9
     assert {len(digest) for digest in digests} == {HASH_BYTES}
 
 
@@ -55,7 +56,7 @@ def test_hash_has_the_bits_that_other_implementations_compute() -> None:
 
 def test_hash_is_little_endian_on_every_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = chain_of([1, 2, 3, 4], 2)
-    monkeypatch.setattr(sys, "byteorder", "big")  # forces the explicit byte-order conversion
+    monkeypatch.setattr(sys, "byteorder", "big")  # makes the code convert the byte order
     assert chain_of([1, 2, 3, 4], 2) == expected
 
 

@@ -130,5 +130,6 @@ async def test_continued_response_has_its_conversation_cached(client: Any) -> No
     *_, last = [event async for event in stream]
     details = last.response.usage.input_tokens_details
     shared = (first.usage.input_tokens - 1) // BLOCK * BLOCK
-    assert details.cached_tokens >= shared - BLOCK > 0  # the prompts may have different last blocks
+    # The last shared block of the two prompts may differ.
+    assert details.cached_tokens >= shared - BLOCK > 0
     assert last.response.usage.input_tokens > first.usage.input_tokens

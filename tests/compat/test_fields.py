@@ -65,7 +65,7 @@ SHARED_REFUSED: list[tuple[str, object]] = [
     ("stop", ["x"] * 17),
     ("stop", "x" * 257),
     ("stream", "true"),
-    ("stream_options", {"include_usage": True}),  # refused without `stream`
+    ("stream_options", {"include_usage": True}),  # this field is refused without `stream`
     ("temperature", 2.1),
     ("temperature", "1"),
     ("top_p", 0),
@@ -113,7 +113,7 @@ CHAT_REFUSED: list[tuple[str, object]] = [
     ("function_call", {"name": "f"}),
     ("functions", [{"name": "f"}]),
     ("logprobs", 3),
-    ("top_logprobs", 2),  # refused without `logprobs: true`
+    ("top_logprobs", 2),  # this field is refused without `logprobs: true`
     ("max_completion_tokens", 0),
     ("max_completion_tokens", 3.0),
     ("messages", []),
@@ -132,9 +132,9 @@ CHAT_REFUSED: list[tuple[str, object]] = [
     ("response_format", {"type": "json_schema"}),
     ("tool_choice", "required"),
     ("tools", [{"type": "function"}]),
-    # This chat template reads no tools.
+    # The chat template of these tests does not read tools.
     ("tools", [{"type": "function", "function": {"name": "f"}}]),
-    ("documents", [{"text": "x"}]),  # this template reads no documents
+    ("documents", [{"text": "x"}]),  # the template does not read documents
     ("verbosity", "high"),
     ("web_search_options", {}),
 ]

@@ -1,4 +1,4 @@
-"""Rows "tool_choice" of chats: required, and a named function (openai's client)."""
+"""Tests of `tool_choice` in chats: `required`, and a named function (openai's client)."""
 
 import json
 from typing import Any
@@ -29,7 +29,7 @@ def constraint(model: Model) -> Any:
 
 
 @both
-@pytest.mark.parametrize("filler", [0, 40_000])  # a helper process parses a body with filler
+@pytest.mark.parametrize("filler", [0, 40_000])  # a body with filler is parsed in a helper process
 async def test_named_function_is_called(model: Model, stream: bool, filler: int) -> None:
     body = {**NAMED, "metadata": {"x": "y" * filler}}
     (choice,) = await model(SUM, stream, **body)

@@ -107,19 +107,19 @@ REFUSED: list[tuple[str, object]] = [
     ("messages", user({"type": "text", "text": "x", "index": 1})),
     ("messages", user({"type": "image", "source": {"type": "url", "url": "http://127.0.0.1"}})),
     ("messages", user({"type": "document", "source": {"type": "text", "data": "x"}})),
-    ("messages", user(RESULT)),  # result without a call
+    ("messages", user(RESULT)),  # a result must follow a call
     ("messages", user({"type": "thinking", "thinking": "x", "signature": "x"})),
     ("messages", after_call({**RESULT, "content": [{"type": "image", "source": {}}]})),
     ("messages", after_call({**RESULT, "toolset_name": "browser"})),
     ("messages", after_call(RESULT, call={**CALL, "caller": {"type": "code_execution_20250825"}})),
     ("messages", after_call(RESULT, call={**CALL, "toolset_name": "browser"})),
     ("messages", after_call(RESULT, call={**CALL, "input": "{}"})),
-    ("messages", after_call()[:-1]),  # nothing to continue
+    ("messages", after_call()[:-1]),  # no message is left that the answer could continue
     ("metadata", {"user_id": 5}),
     ("metadata", {"trace": "x"}),
     ("model", None),
     ("model", 7),
-    ("output_config", {"effort": "high"}),  # this template does not read it
+    ("output_config", {"effort": "high"}),  # this chat template does not read the effort
     ("output_config", {"format": {"type": "json_object"}}),
     ("output_config", format_of(strict=True)),
     ("output_config", format_of(schema={"not": {}})),
@@ -138,7 +138,7 @@ REFUSED: list[tuple[str, object]] = [
     ("thinking", {"type": "between_tools"}),
     ("thinking", {"type": "enabled"}),
     ("thinking", {"type": "enabled", "budget_tokens": 1023}),
-    ("thinking", {"type": "enabled", "budget_tokens": 5000}),  # above max_tokens
+    ("thinking", {"type": "enabled", "budget_tokens": 5000}),  # the budget exceeds max_tokens
     ("thinking", {"type": "adaptive", "budget_tokens": 1024}),
     ("thinking", {"type": "disabled", "display": "omitted"}),
     ("tool_choice", {"type": "any"}),  # refused without `tools`
@@ -250,7 +250,7 @@ async def test_count_tokens_refuses_fields_of_messages(client: Any, name: str) -
         await count(client, name, 1)
 
 
-@pytest.mark.parametrize("filler", [0, 40_000])  # a helper process parses a body with filler
+@pytest.mark.parametrize("filler", [0, 40_000])  # a body with filler is parsed in a helper process
 async def test_sampling_fields_reach_the_worker(client: Any, served: Served, filler: int) -> None:
     fields = {"temperature": 0.5, "top_p": 0.25, "top_k": 7, "max_tokens": 9}
     body = {**fields, "metadata": {"user_id": "x" * filler}}

@@ -48,7 +48,7 @@ async def begun(model: Model) -> Any:
 async def test_stream_begins_with_pings_while_the_prompt_is_computed(model: Model) -> None:
     stream = await begun(model)
     names: list[str] = []
-    async for event in stream._iter_events():  # the client itself hides pings
+    async for event in stream._iter_events():  # The client's public stream hides pings.
         names.append(event.event)
         if len(names) == 4:
             assert names == ["message_start", "ping", "ping", "ping"]
@@ -63,7 +63,8 @@ async def test_pings_fill_a_pause_between_two_tokens(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = model.served.worker
-    monkeypatch.setattr(worker, "step_seconds", 0.02)  # the client reads some tokens before the end
+    # Slow, so that the client reads some tokens before the end.
+    monkeypatch.setattr(worker, "step_seconds", 0.02)
     worker.answer = lambda prompt: tokens_of("It is 42. " * 20)
     worker.stepping.set()
     stream = await model.client.messages.create(
@@ -88,7 +89,8 @@ async def test_client_assembles_the_same_message(model: Model) -> None:
     model.served.worker.stepping.clear()
     call = {"model": "stub", "messages": HELLO, "max_tokens": 100}
     model.served.worker.answer = lambda prompt: tokens_of("It is 42.")
-    async with model.client.messages.stream(**call) as stream:  # starts before any token
+    # The stream starts before the first token.
+    async with model.client.messages.stream(**call) as stream:
         model.served.worker.stepping.set()
         message = await stream.get_final_message()
     whole = await model("It is 42.")

@@ -22,7 +22,7 @@ async def test_each_name_is_listed_and_served(config: RouterConfig) -> None:
         for name in names:
             assert (await client.models.retrieve(name)).id == name
             answer = await client.chat.completions.create(model=name, messages=HELLO, max_tokens=1)
-            assert answer.model == "stub"  # the first name, as in vLLM
+            assert answer.model == "stub"  # answers report the first name, as in vLLM
         with pytest.raises(openai.NotFoundError):
             await client.chat.completions.create(model="gpt", messages=HELLO)
         async with grpc.aio.insecure_channel(served.router.grpc_address) as channel:

@@ -54,7 +54,7 @@ async def test_text_input_gives_a_message(model: ResponsesModel, stream: bool) -
     assert found(response) == [("message", "It is 42.")]
     assert model.prompt() == "[user]hello[assistant]"
     assert response.usage.input_tokens == len(model.served.worker.submits[-1].prompt)
-    assert response.usage.output_tokens == len(tokens_of("It is 42.")) + 1  # + 1: the end token
+    assert response.usage.output_tokens == len(tokens_of("It is 42.")) + 1  # + 1 for the end token
     assert response.usage.output_tokens_details.reasoning_tokens == 0
 
 

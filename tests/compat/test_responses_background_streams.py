@@ -37,7 +37,7 @@ async def model(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Respo
 async def create(model: ResponsesModel, text: str = FULL, **body: Any) -> Any:
     """Return the stream of a new background response."""
     model.answer(text)
-    headers = {"x-request-id": "me"}  # the ids of tool calls depend on this id
+    headers = {"x-request-id": "me"}  # fixes the ids of tool calls
     call = {"model": "stub", "input": "hello", "tools": [ADD], "extra_headers": headers, **body}
     return await model.client.responses.create(background=True, stream=True, **call)
 

@@ -117,7 +117,7 @@ REFUSED: list[tuple[str, object]] = [
     ("reasoning", {"x": 1}),
     ("service_tier", "flex"),
     ("stream", "true"),
-    ("stream_options", {}),  # without stream
+    ("stream_options", {}),  # refused without `stream`
     ("temperature", 2.1),
     ("temperature", "1"),
     ("text", {"format": {"type": "x"}}),
@@ -126,7 +126,7 @@ REFUSED: list[tuple[str, object]] = [
     ("text", {"format": {**FORMAT, "x": 1}}),
     ("text", {"format": {**FORMAT, "schema": {"not": {}}}}),
     ("text", {"verbosity": "low"}),
-    ("tool_choice", "required"),  # without tools
+    ("tool_choice", "required"),  # refused without `tools`
     ("tool_choice", {"type": "function", "name": "f"}),
     ("tool_choice", {"type": "web_search"}),
     ("tool_choice", {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function"}]}),
@@ -137,7 +137,7 @@ REFUSED: list[tuple[str, object]] = [
     ("tools", [{"type": "function", "name": "f", "defer_loading": True}]),
     ("tools", [ADD, ADD]),
     ("tools", [{}]),
-    ("top_logprobs", 2),  # without include
+    ("top_logprobs", 2),  # refused without the logprobs in `include`
     ("top_p", 0),
     ("truncation", "always"),
 ]

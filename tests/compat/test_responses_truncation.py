@@ -1,4 +1,4 @@
-"""Row "truncation" of responses: auto (openai's client)."""
+"""Responses with `truncation: auto` (openai's client)."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -19,7 +19,7 @@ async def model(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Respo
 
 
 def dialog(count: int, size: int = 200) -> list[Any]:
-    """Return turns of user and assistant, and a question."""
+    """Return turns of user and assistant, followed by a question."""
     found: list[Any] = []
     for index in range(count):
         found.append({"role": "user", "content": f"q{index}" + "y" * size})

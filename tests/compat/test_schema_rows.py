@@ -1,4 +1,4 @@
-"""Rows "structured outputs": structural tags, the client's helpers, and conflicts."""
+"""Structured outputs: structural tags, the client's helpers, and conflicting fields."""
 
 import json
 from typing import Any

@@ -1,6 +1,6 @@
-"""Rows "tool_choice": arguments of forced calls fit their schema, with a real model.
+"""`tool_choice`: arguments of forced calls are valid for their schema, with a real model.
 
-The chat template of the model is replaced by one that reads tools.
+The model's chat template is replaced by one that reads tools.
 """
 
 import json

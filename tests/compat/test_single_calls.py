@@ -1,4 +1,4 @@
-"""Rows "parallel_tool_calls" of the APIs: at most one call, in each format (official clients)."""
+"""`parallel_tool_calls: false`: at most one call, in each API and format (official clients)."""
 
 import json
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""Rows "tools" with `strict`: calls that the model chooses to make fit their schema (3 clients).
+"""`strict` tools: if the model decides to call, the arguments fit the schema (3 clients).
 
 The tests use the bundled model. Without a constraint, it would write `4821 * 377`, which the
 schemas here do not allow.
@@ -44,7 +44,7 @@ async def ask(client: Any, **fields: Any) -> Any:
 
 
 def expression(call: Any) -> str:
-    """Return the argument of a call of chat completions."""
+    """Return the argument of the call in an answer of chat completions."""
     assert call.function.name == NAME
     return str(json.loads(call.function.arguments)["expression"])
 

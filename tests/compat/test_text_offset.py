@@ -22,7 +22,7 @@ async def test_text_offset_counts_a_split_character_once(
     client: Any, served: Served, stream: bool
 ) -> None:
     prompt = tokens_of(TEXT)
-    assert len(prompt) > len(TEXT) - 3  # each rocket emoji is split into several tokens
+    assert len(prompt) > len(TEXT) - 3  # the text has rocket emojis, each of several tokens
     served.worker.answer = lambda prompt: tokens_of(TEXT)
     answer = await client.completions.create(
         model="stub", prompt=prompt, max_tokens=50, logprobs=0, echo=True, stream=stream

@@ -16,7 +16,7 @@ TEXT = "the quick 日本 </s>"
 
 
 async def post(client: Any, name: str, **body: object) -> Any:
-    """Call a route outside /v1."""
+    """Call a route that is not below /v1."""
     root = client.with_options(base_url=str(client.base_url).removesuffix("v1/"))
     return await root.post(name, cast_to=object, body={"model": "stub", **body})
 

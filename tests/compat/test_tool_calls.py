@@ -159,7 +159,7 @@ async def test_stop_string_ends_the_answer_before_the_call(model: Model, stream:
 @both
 async def test_every_choice_has_its_own_calls(model: Model, stream: bool) -> None:
     choices = await model(f"x{CALL}", stream, **TOOLS, n=2)
-    # The stub's second choice lacks the first token.
+    # Choice c of the stub omits its first c tokens, so the second choice has no "x".
     assert [found(choice)[0] for choice in choices] == ["x", None]
     ids = [choice.message.tool_calls[0].id for choice in choices]
     assert len(set(ids)) == 2
@@ -270,7 +270,7 @@ async def test_special_tokens_of_the_format_are_read_and_not_shown(
         (choice,) = await model(text, stream, **TOOLS)
         assert found(choice) == ("I add.", None, ONE, "tool_calls")
         (call,) = choice.message.tool_calls
-        assert len(call.id) == 9  # Mistral's templates refuse other ids
+        assert len(call.id) == 9  # Mistral's templates accept only ids of 9 characters
         assert call.id.isalnum()
         (choice,) = await model(text, stream)
         assert found(choice) == (f"I add.add{SUM}", None, [], "stop")

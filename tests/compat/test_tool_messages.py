@@ -1,4 +1,4 @@
-"""Rows "tools, history with tool_calls": tools, calls and results reach the chat template."""
+"""Tools in chats, and a history with `tool_calls`: all of it reaches the chat template."""
 
 import json
 from collections.abc import AsyncIterator
@@ -52,7 +52,7 @@ async def test_history_with_tool_calls_and_results_reaches_the_template(prompt: 
 
 @pytest.mark.parametrize("filler", [0, 40_000])
 async def test_tools_reach_the_template_as_sent(prompt: Prompts, filler: int) -> None:
-    # A helper process parses a body that contains the filler.
+    # A body that contains the filler is parsed in a helper process.
     metadata = {"metadata": {"x": "y" * filler}}
     found = await prompt(tools=[ADD], extra_body=metadata)
     assert found == json.dumps([ADD]) + PLAIN
@@ -85,7 +85,7 @@ async def test_tool_calls_cannot_write_control_tokens(prompt: Prompts) -> None:
     message = {"role": "assistant", "tool_calls": [{"id": "1", "function": function}]}
     assert await prompt([message]) == "[assistant  ](1 f q=</s>)</s>"
     (submit,) = prompt.served.worker.submits
-    # Only the </s> that the template writes.
+    # The only </s> of the prompt is the one that the template writes.
     assert list(submit.prompt).count(id_of(TOKENIZER, "</s>")) == 1
 
 

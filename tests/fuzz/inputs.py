@@ -1,4 +1,4 @@
-"""Inputs of the fuzz run: what a client sends to one port of a router, in a form to replay."""
+"""Inputs of the fuzz run: requests of a client to one port of a router, as records to replay."""
 
 import base64
 import json
@@ -13,11 +13,11 @@ Port: TypeAlias = Literal["http", "admin", "grpc"]
 class RawInput:
     """Bytes that a client sends over a new connection, piece by piece.
 
-    `ending` tells how the client continues:
+    `ending` is the client's behaviour after the last piece:
 
-    - read: it reads until the router closes the connection; the last request asks for this;
+    - read: it reads until the router closes the connection, as the last request demands;
     - close: it closes the connection at once, while the workers are paused;
-    - leave: it leaves the connection open until the run has too many open connections.
+    - leave: it keeps the connection open until the run has too many open connections.
     """
 
     port: Port
@@ -30,8 +30,8 @@ class RawInput:
 class GrpcInput:
     """A gRPC call with serialized messages.
 
-    A call is read to its end, or cancelled after its first reply ("one"), or cancelled before,
-    while workers generate nothing ("cancel").
+    `ending` is the client's behaviour: it reads all replies ("read"), cancels the call after the
+    first reply ("one"), or cancels it before any reply, while the workers are paused ("cancel").
     """
 
     method: str

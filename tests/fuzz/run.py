@@ -36,8 +36,9 @@ class Result:
     num_inputs: int = 0
     failing: Input | None = None
     problem: str = ""
-    growth: int = 0  # bytes of memory kept since the end of the first part
-    longest_callback: float = 0.0  # seconds of CPU
+    # Memory in bytes that was not released since the end of the first part of the run.
+    growth: int = 0
+    longest_callback: float = 0.0  # longest CPU time of a callback in seconds
     seconds: float = 0.0
     reached: Counter[str] = field(default_factory=Counter)
 
@@ -54,7 +55,8 @@ class Session:
         self.runner = self._stack.enter_context(asyncio.Runner())
         folder = self._stack.enter_context(tempfile.TemporaryDirectory())
         self._context = target(model_folder(Path(folder)))
-        self.sent: set[int] = set()  # hashes of inputs; hypothesis draws many of them again
+        # Hashes of sent inputs, because hypothesis draws many inputs again.
+        self.sent: set[int] = set()
         self.target: Target = self.runner.run(self._context.__aenter__())
 
     def close(self) -> None:
@@ -86,7 +88,7 @@ def run(num_inputs: int, seed_: int, tell: Callable[[str], None] = lambda line: 
 
 
 def _run_part(session: Session, num_inputs: int, seed_: int, result: Result) -> None:
-    """Send up to `PART` inputs; hypothesis looks for a smaller one after the first problem."""
+    """Send up to `PART` inputs; after a problem, hypothesis looks for a smaller input."""
     tries = 0
 
     def send(given_: Input) -> None:
@@ -101,7 +103,7 @@ def _run_part(session: Session, num_inputs: int, seed_: int, result: Result) -> 
         if problem:
             late = session.target.late
             result.failing, result.problem = late[0] if late else (given_, problem)
-            if session.target.is_spoiled:  # from now on every input would fail
+            if session.target.is_spoiled:  # every later input would fail too
                 tries = MAX_TRIES
             raise Found(problem)
 
@@ -111,7 +113,7 @@ def _run_part(session: Session, num_inputs: int, seed_: int, result: Result) -> 
     except Exception:
         if not result.problem:
             raise
-        # `result` has the smallest input; hypothesis may complain that it did not fail again.
+        # `result` has the smallest failing input, even if hypothesis could not make it fail again.
     result.reached += reached
     reached.clear()
 

@@ -109,7 +109,7 @@ class HttpRoute:
 
 
 def _json(value: object) -> bytes:
-    return json.dumps(value).encode()  # NaN and infinities are written as Python does
+    return json.dumps(value).encode()  # Python writes NaN and infinities as bare words
 
 
 @st.composite

@@ -83,7 +83,8 @@ class Target:
     left: deque[Left] = field(default_factory=deque)
     companion: asyncio.Task[bytes] | None = None
     expected: bytes = b""
-    late: list[tuple[Input, str]] = field(default_factory=list)  # problems of connections left open
+    # Problems on connections that were left open.
+    late: list[tuple[Input, str]] = field(default_factory=list)
 
     @property
     def routes(self) -> list[HttpRoute]:
@@ -155,7 +156,7 @@ class Target:
     @contextlib.asynccontextmanager
     async def _paused(self) -> AsyncIterator[None]:
         """Pause the workers, so that a request ends only because its client has gone."""
-        # When the router has answered this request, it has read everything that was sent before.
+        # Send a request and wait for its answer: the router has then read everything sent earlier.
         await _exchange(self.served, b"GET /version", b"")
         await self._quiet()
         for worker in self.served.workers:
@@ -181,7 +182,7 @@ class Target:
                 await self._send(writer, given.pieces)
                 writer.transport.abort()
                 if BACKGROUND in b"".join(given.pieces):
-                    return ""  # a background response is generated without its client
+                    return ""  # a background response continues without its client
                 return await self._quiet()
         reading = asyncio.create_task(_read_all(reader, received))
         await self._send(writer, given.pieces)
@@ -195,7 +196,7 @@ class Target:
     async def _send(self, writer: asyncio.StreamWriter, pieces: Sequence[bytes]) -> None:
         for piece in pieces:
             writer.write(piece)
-            for _ in range(4):  # let the router read the piece alone
+            for _ in range(4):  # let the router read this piece before the next one is sent
                 await asyncio.sleep(0)
 
     def _close_left(self, most: int) -> str:

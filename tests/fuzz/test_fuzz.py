@@ -208,7 +208,8 @@ def names_drawn(
 ) -> set[str]:
     """Return the names in values that are drawn until all `wanted` names were seen."""
     seen: set[str] = set()
-    for number in range(100):  # Hypothesis seldom draws some of the 50 fields of a body
+    # Many draws are needed, because Hypothesis seldom draws some of the 50 fields of a body.
+    for number in range(100):
         for value in drawn_from(values, number):
             seen.update(names_of(value))
         if seen >= wanted:
@@ -265,7 +266,7 @@ def _collect(descriptor: Any, found: dict[str, Any]) -> None:
 
 
 def test_new_message_types_need_no_change_here() -> None:
-    """A field of each kind of the worker's protocol can be drawn too."""
+    """Fields of a message of another protocol (the worker's) are drawn without changes here."""
     descriptor = worker_pb2.DESCRIPTOR.message_types_by_name["Submit"]
     kind = message_factory.GetMessageClass(descriptor)
     params = descriptor.fields_by_name["params"].message_type

@@ -103,7 +103,7 @@ def objects_of(model: type[BaseModel]) -> Values:
 
 def one_in(count: int) -> st.SearchStrategy[bool]:
     """Return a strategy that is true about once in `count` draws."""
-    # Hypothesis draws 0 and the last number more often, so use another number.
+    # Hypothesis draws the bounds 0 and `count` more often than other numbers, so compare with 1.
     return st.integers(0, count).map(lambda drawn: drawn == 1)
 
 
@@ -158,7 +158,8 @@ def _messages(draw: st.DrawFn, descriptor: Descriptor) -> Message:
     message = message_factory.GetMessageClass(descriptor)()
     fields = list(descriptor.fields)
     chosen = draw(st.lists(st.sampled_from(fields), max_size=5)) if fields else []
-    for oneof in descriptor.oneofs:  # most messages with a oneof need one of its fields
+    # A message with a oneof is mostly invalid without one of its fields.
+    for oneof in descriptor.oneofs:
         chosen.append(draw(st.sampled_from(list(oneof.fields))))
     for field in chosen:
         _set(draw, message, field)

@@ -62,7 +62,7 @@ def test_the_driver_reads_its_configuration(name: str, mode: str, tmp_path: Path
     grace = driver(found)["terminationGracePeriodSeconds"]
     assert grace > spec.router.drain_seconds
     for worker in plan_placements(spec, []):
-        # Each node of the pool provides one unit of the pool's resource per rank.
+        # A node offers one unit of the pool's resource for each rank of its worker.
         assert all(bundle[worker.role] == worker.tp for bundle in worker.bundles)
 
 
@@ -300,7 +300,7 @@ def test_models_are_downloaded_to_the_folder_of_the_configuration(
             assert (name, revision) == ("meta-llama/Llama-3.1-8B-Instruct", None)
             assert str(folder) == parse(yaml.safe_load(config(objects))).checkpoint
             assert (fetch.WEIGHTS in wanted) == (role in ROLES)
-    assert len(fetched) == 4  # driver, router, prefill and decode; the head needs no model
+    assert len(fetched) == 4  # driver, router, prefill and decode pods; the head fetches no model
 
 
 @pytest.mark.parametrize("revision", ["0123abc", "refs/pr/1", "1.0"])
@@ -385,7 +385,7 @@ SCHEMA = json.loads((chart.CHART / "values.schema.json").read_text())
     ],
 )
 def test_schema_has_the_keys_and_bounds_of_the_program(record: type, known: dict[str, Any]) -> None:
-    here = set(knobs(record)) - {"path", "revision"}  # the chart sets both under `source`
+    here = set(knobs(record)) - {"path", "revision"}  # the chart has both keys under `source`
     assert set(known) - {"source"} == here, "add it to the schema"
     for name, (field, _) in knobs(record).items():
         bounds = (known.get(name, {}).get("minimum"), known.get(name, {}).get("maximum"))

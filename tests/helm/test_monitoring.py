@@ -123,7 +123,7 @@ FIRING: dict[str, list[dict[str, str]]] = {
     "PenstockKvFull": [
         series("kv_blocks", "98x60", 'worker="decode-0", state="used"'),
         series("kv_blocks", "2x60", 'worker="decode-0", state="free"'),
-        # Smaller blocks of another pool, so more of them: their number must not count.
+        # This pool has more blocks, because they are smaller. The alert must compare shares.
         series("kv_blocks", "10000x60", 'worker="prefill-0", state="free"'),
     ],
     "PenstockPreempting": [series("preemptions_total", "0+60x60", 'worker="decode-0"')],
@@ -144,7 +144,7 @@ HEALTHY = [
     series("requests_waiting", "3x60", 'pool="prefill"'),
     series("kv_blocks", "40x60", 'worker="decode-0", state="used"'),
     series("kv_blocks", "60x60", 'worker="decode-0", state="free"'),
-    # This worker is full, but its pool is not.
+    # One worker of this pool is full, but the pool as a whole is not.
     series("kv_blocks", "100x60", 'worker="decode-1", state="used"'),
     series("kv_blocks", "900x60", 'worker="prefill-0", state="used"'),
     series("kv_blocks", "100x60", 'worker="prefill-0", state="free"'),
@@ -247,7 +247,7 @@ def test_expressions_do_not_depend_on_the_number_of_routers(tmp_path: Path) -> N
     exprs += [expr for _, expr in chart.dashboard_queries()]
     checks: list[dict[str, object]] = []
     for expr in exprs:
-        number = re.sub(" (==|>) ", r" \1 bool ", expr)  # conditions give 0 or 1
+        number = re.sub(" (==|>) ", r" \1 bool ", expr)  # `bool` makes a condition return 0 or 1
         both = [number.replace('"rel-penstock"', f'"{job}"') for job in ("one", "two")]
         one, two = (f"({each})" for each in both)
         has_data = f"count({one}) > bool 0"

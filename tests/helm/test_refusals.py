@@ -33,7 +33,7 @@ def with_source(source: dict[str, Any]) -> dict[str, Any]:
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    # Unknown keys at every depth.
+    # Cases: unknown keys at every depth.
     ({"ruoter": {}}, "'ruoter' not allowed"),
     ({"pools": {"decoder": {}}}, "/pools': additional properties 'decoder'"),
     ({"pools": {"decode": {"replica": 2}}}, "/pools/decode': additional properties 'replica'"),
@@ -42,7 +42,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"models": {"m": {"sauce": {}}}}, "/models/m': additional properties 'sauce'"),
     ({"models": {"m": {"path": "/x"}}}, "/models/m': additional properties 'path'"),
     ({"models": {"m": {"maxModelLen": 1}}}, "/models/m': additional properties 'maxModelLen'"),
-    # Keys of older chart versions.
+    # Cases: keys of older chart versions.
     ({"model": {"hub": {"name": "a/b"}}}, "additional properties 'model' not allowed"),
     ({"router": {"modelName": "m"}}, "/router': additional properties 'modelName'"),
     ({"engine": {"block_size": 16}}, "/engine': additional properties 'block_size'"),
@@ -51,7 +51,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"pools": {"decode": {"tolerations": [{"Key": "gpu"}]}}},
         "/pools/decode/tolerations/0': additional properties 'Key'",
     ),
-    # Values of the wrong type or out of range.
+    # Cases: values of the wrong type or out of range.
     ({"pools": {"decode": {"replicas": "three"}}}, "/pools/decode/replicas': got string, want"),
     ({"pools": {"decode": {"replicas": -1}}}, "/pools/decode/replicas': minimum"),
     ({"pools": {"decode": {"gpus": 2}}}, "/pools/decode/gpus': value must be one of"),
@@ -82,7 +82,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"probes": {"startupSeconds": 5}}, "/probes/startupSeconds': minimum"),
     ({"monitoring": {"serviceMonitor": {"interval": "15"}}}, "/serviceMonitor/interval': '15'"),
     ({"monitoring": {"podMonitor": {"interval": "15"}}}, "/podMonitor/interval': '15'"),
-    # Replica counts with two writers, or with bounds but no autoscaler.
+    # Cases: a replica count that two controllers set; bounds on a count that no controller sets.
     ({"standalone": {"autoscaler": "keda"}}, "/standalone/autoscaler': value must be 'none'"),
     ({"standalone": {"autoscaler": "hpa"}}, "/standalone/autoscaler': value must be 'none'"),
     (
@@ -101,7 +101,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         },
         "pools.decode: minReplicas: an HPA cannot scale to 0",
     ),
-    # Secrets that are missing, in plain text, or set by the chart itself.
+    # Cases: secrets that are missing, in plain text, or set by the chart itself.
     ({"cluster": {"mode": "standalone"}}, "/ray/authSecret': minLength"),
     (with_source({"hub": {"name": "a/b", "tokenSecret": {"name": "x"}}}), "missing property 'key'"),
     (
@@ -112,7 +112,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"poolDefaults": {"env": [{"name": "RAY_AUTH_MODE", "value": "disabled"}]}},
         "env: RAY_AUTH_MODE is set by the chart",
     ),
-    # Models that not all nodes can read, or with two sources; conflicting model settings.
+    # Cases: models that not all nodes can read, or with two sources; conflicting model settings.
     (
         with_source({"pvc": {"claimName": "models", "accessMode": "ReadWriteOnce"}}),
         "/models/m/source/pvc/accessMode': value must be one of 'ReadOnlyMany', 'ReadWriteMany'",
@@ -128,7 +128,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"models": {"m": {"deterministic": True}}, "pools": {"decode": {"blockSize": 32}}},
         "models.m.deterministic: all pools need the same blockSize, found 16, 32",
     ),
-    # Pools that cannot serve, and contradictory counts.
+    # Cases: pools that cannot serve, and contradictory counts.
     ({"pools": {"prefill": {"replicas": 0}}}, "pools: no worker prefills"),
     ({"pools": {"decode": {"replicas": 0}}}, "pools: no worker decodes"),
     (
@@ -140,12 +140,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "pools.decode: replicas: 1 is not between minReplicas (2)",
     ),
     ({"pools": {"decode": {"tp": 4, "ep": 3}}}, "pools.decode: ep: 3 does not divide tp (4)"),
-    # A grace period shorter than the drain.
+    # Case: a grace period that is shorter than the drain.
     (
         {"router": {"drainSeconds": 300}, "terminationGracePeriodSeconds": 60},
         "terminationGracePeriodSeconds: 60 is too short: router.drainSeconds requires at least 335",
     ),
-    # A probe that idle workers would fail, and routers that would be scraped twice.
+    # Cases: a probe that idle workers would fail; routers that Prometheus would scrape twice.
     (
         {"engine": {"canary_seconds": 40}},
         "probes.tokenSeconds: 60 is less than twice engine.canary_seconds (40)",
@@ -154,12 +154,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"monitoring": {name: {"enabled": True} for name in ("serviceMonitor", "podMonitor")}},
         "monitoring: serviceMonitor and podMonitor would scrape the same routers twice",
     ),
-    # Names that Kubernetes would refuse.
+    # Cases: names that Kubernetes would refuse.
     ({"fullnameOverride": "Bad_Name"}, 'the name "Bad_Name" is not valid for a Service'),
     ({"fullnameOverride": "7b"}, 'the name "7b" is not valid for a Service'),
-    # A disruption budget with which no node can be drained.
+    # Case: a disruption budget with which no node can be drained.
     ({"router": {"disruptionBudget": {"maxUnavailable": 0}}}, "/maxUnavailable': minimum"),
-    # A worker that fits no node.
+    # Case: a worker that is too large for every node.
     (
         {"pools": {"decode": {"tp": 8, "pp": 2}}},
         "pools.decode: tp: 8 and pp: 2 need 16 GPUs in one pod, but no node has more than "
@@ -169,7 +169,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"poolDefaults": {"gpusPerNode": 1}, "pools": {"prefill": {"tp": 2}}},
         "pools.prefill: tp: 2 and pp: 1 need 2 GPUs in one pod",
     ),
-    # Scrapes that would fail: no way to the port, no key, and keys with another role.
+    # Cases: scrapes that would fail, without access to the port or without a suitable key.
     (
         {"monitoring": {"serviceMonitor": {"enabled": True}}},
         "monitoring.serviceMonitor: networkPolicy.monitoring is empty",
@@ -193,7 +193,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         },
         "monitoring.serviceMonitor.apiKeySecret: with API keys, Prometheus needs",
     ),
-    # Values of the router, and the digest of an image, with an invalid form.
+    # Cases: invalid values of the router, and an invalid digest of an image.
     ({"router": {"maxWaitSeconds": -1}}, "/router/maxWaitSeconds': minimum"),
     (
         {"router": {"maxConnectionsPerAddress": -1}},
@@ -201,18 +201,18 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"router": {"allowedOrigins": ["https://a/b"]}}, "/router/allowedOrigins/0': 'https://a/b'"),
     ({"image": {"digest": "sha256:12"}}, "/image/digest': 'sha256:12' does not match"),
-    # Port conflicts.
+    # Cases: port conflicts.
     ({"router": {"grpcPort": 8000}}, "router: httpPort and grpcPort must differ; both are 8000"),
     ({"router": {"adminPort": 8000}}, "router: adminPort must differ from httpPort and grpcPort"),
     ({"router": {"httpPort": 6379}}, "router: port 6379 is used by Ray"),
-    # A key in the values themselves; one without a role; one whose name is no file name.
+    # Cases: a key in the values themselves, a key without a role, a key with an invalid file name.
     ({"router": {"keys": {"ops": "sk-1"}}}, "/router/keys/ops': got string, want object"),
     (
         {"router": {"keys": {"ops": {"role": "boss", "secret": {"name": "a", "key": "b"}}}}},
         "/router/keys/ops/role': value must be one of",
     ),
     ({"router": {"keys": {"../ops": {}}}}, "/router/keys': additional properties '../ops'"),
-    # A router without API keys, although `allowAnonymous` is false.
+    # Case: a router without API keys, although `allowAnonymous` is false.
     (
         {"router": {"allowAnonymous": False}},
         "router: there are no API keys: set apiKeysSecret.name",

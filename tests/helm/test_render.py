@@ -81,7 +81,7 @@ def test_pod_monitor_scrapes_the_router_pods() -> None:
     found = chart.objects(chart.render(chart.merged(chart.of_mode("kuberay"), values)))
     assert chart.problems(found) == []
     (endpoint,) = chart.one(found, "PodMonitor")["spec"]["podMetricsEndpoints"]
-    # Alerts and the dashboard select series by this label.
+    # Alerts and the dashboard select their series by the label `job`.
     assert endpoint["relabelings"] == [{"targetLabel": "job", "replacement": "rel-penstock"}]
     assert endpoint["authorization"]["credentials"]["name"] == "penstock-scraper"
 
@@ -115,7 +115,8 @@ def test_route_with_an_unknown_field_or_a_bad_timeout_is_a_problem() -> None:
     spec["parentRefs"][0]["gateway"] = "public"
     spec["rules"][0]["timeouts"]["request"] = "60"
     lines = chart.problems(found)
-    assert len(lines) == 2 * 2 * len(chart.KUBERNETES)  # by the schemas of two versions
+    # Each of the two mistakes violates the schemas of two Gateway API versions.
+    assert len(lines) == 2 * 2 * len(chart.KUBERNETES)
     assert all("'gateway' was unexpected" in each or "'60' does not" in each for each in lines)
 
 
@@ -341,7 +342,7 @@ def test_mutated_template_is_detected(
 
 
 def problems_of(copy: Path, mode: str) -> list[str]:
-    """Return the problems of the chart `copy` with example 8b, which uses most features."""
+    """Return the problems of the chart in folder `copy`, rendered with example 8b."""
     from helm_python import HelmError
 
     values = chart.merged(chart.example("8b"), chart.of_mode(mode), {"router": {"replicas": 2}})

@@ -27,8 +27,8 @@ class SharedCache:
     """
 
     def __init__(self) -> None:
-        self.compiled: list[tuple[str, str]] = []  # (process, group)
-        self.loaded: list[tuple[str, str]] = []  # (process, group)
+        self.compiled: list[tuple[str, str]] = []  # (process, group) of each compilation
+        self.loaded: list[tuple[str, str]] = []  # (process, group) of each load
         self._lock = threading.Lock()
 
     def group(
@@ -55,7 +55,7 @@ def test_two_processes_divide_the_compilation_and_both_load_all_groups(tmp_path:
     for process in "ab":
         groups = [cache.group(process, name, started[process], resume) for name in ("one", "two")]
         loaders.append(CpuKernelLoader(groups, folder=tmp_path))
-        assert started[process].wait(60)  # `b` starts while `a` compiles
+        assert started[process].wait(60)  # `b` starts while `a` is still compiling
     resume.set()
     for loader in loaders:
         loader.join()
@@ -64,7 +64,7 @@ def test_two_processes_divide_the_compilation_and_both_load_all_groups(tmp_path:
 
 
 def test_importing_the_step_graph_interpreter_compiles_nothing(tmp_path: Path) -> None:
-    """The import must not compile loops of other groups, which another process may be compiling."""
+    """The import must not compile loops that another process may be compiling."""
     if not has_avx512():
         pytest.skip("step graphs need AVX-512")
     code = (

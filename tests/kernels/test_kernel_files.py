@@ -1,4 +1,4 @@
-"""Kernels are in separate files, so that the other files show only the operations' interfaces."""
+"""Kernels have files of their own; the other files show only the interfaces of operations."""
 
 import ast
 import re
@@ -44,7 +44,7 @@ def test_numba_loops_of_operations_are_only_in_files_named_cpu() -> None:
 
 
 def test_launchers_name_the_device_of_each_new_tensor() -> None:
-    """A new tensor without a device is on the default device: a launcher might wait for a GPU."""
+    """A launcher must not create a tensor on the default device, where it might wait for a GPU."""
     creators = {f"torch.{name}" for name in CREATORS}
     created = [
         (name, call)

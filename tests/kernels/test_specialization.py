@@ -1,4 +1,4 @@
-"""Steps of any shape use only kernels compiled at warm-up; compiling later would stall a server."""
+"""Steps of any shape use only kernels that the warm-up compiled: compiling would stall a server."""
 
 import itertools
 import json
@@ -103,9 +103,9 @@ def test_calls_of_all_sizes_use_the_same_specialized_kernels(name: str) -> None:
     "kv_shape", [(4, 2, 99, 8, 16, 128), (2, 2, 50, 5, 8, 80), (3, 1, 99, 1, 64, 576)]
 )
 def test_block_moves_use_only_kernels_compiled_at_warm_up(kv_shape: tuple[int, ...]) -> None:
-    """Test all ranges of KV heads that another worker may have."""
+    """Another worker may hold any range of the KV heads, so test all ranges."""
     kv = meta(*kv_shape)
-    # A tensor on "meta" has no values.
+    # Replace `int`, because a tensor on the "meta" device has no value to convert.
     with mock.patch("penstock.kernels.kv_cache.checksum.int", create=True):
         warm = specializations(lambda: warm_up_block_moves(kv))
     for count in SIZES:

@@ -1,4 +1,4 @@
-"""Codec of the router-worker stream: records survive a round trip; any message is decoded."""
+"""Codec of the router-worker stream: records survive encoding and decoding; any message decodes."""
 
 import math
 import struct

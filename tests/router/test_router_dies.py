@@ -33,7 +33,7 @@ WORKER: dict[str, Any] = {
 ROUTER_OPTIONS: dict[str, Any] = {
     "worker_token": TOKEN,
     "worker_timeout_seconds": 120.0,
-}  # long timeouts, because the machine may be busy
+}  # The timeouts are long, because the machine may be busy.
 # With this window, a router can send only about 1 KB to a client that does not read.
 SMALL_WINDOW = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
 
@@ -147,7 +147,7 @@ async def test_clients_resume_at_the_other_router_and_its_own_streams_are_unaffe
         reads = [Received() for _ in REQUESTS]
         other_reads = [Received() for _ in REQUESTS]
         clients = [ResumingClient(stubs) for _ in REQUESTS]
-        # The clients of these calls never read a reply.
+        # The clients of these six calls never read a reply.
         abandoned_calls = [stubs[0].Generate(REQUESTS[0]) for _ in range(6)]
         for call in abandoned_calls:
             await call.read()

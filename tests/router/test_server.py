@@ -44,7 +44,7 @@ async def test_a_port_in_use_is_named(config: RouterConfig, which: str) -> None:
         ports = {"http_port": 0, "grpc_port": 0, which: port}
         with pytest.raises(PortInUseError, match=f"port {port}: Address already in use"):
             await serve_router(replace(config, **ports))
-    assert len(asyncio.all_tasks()) == 1  # no task is left running
+    assert len(asyncio.all_tasks()) == 1  # only this test's own task is left
     router = await serve_router(replace(config, **ports))
     assert str(port) in (router.http_address + router.grpc_address + router.admin_address)
     await router.stop()

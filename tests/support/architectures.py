@@ -36,7 +36,7 @@ SMALL: dict[str, Any] = {
     "pad_token_id": None,
     "head_dim": 14,
     "sliding_window": WINDOW,
-    # Mixture of experts.
+    # Mixtures of experts have these settings.
     "num_experts": 5,
     "num_local_experts": 5,
     "n_routed_experts": 5,
@@ -47,17 +47,17 @@ SMALL: dict[str, Any] = {
     "shared_expert_intermediate_size": 34,
     "shared_intermediate_size": 34,
     "first_k_dense_replace": 1,
-    # Multi-head latent attention (MLA).
+    # Multi-head latent attention (MLA) has these settings.
     "q_lora_rank": 26,
     "kv_lora_rank": 20,
     "qk_nope_head_dim": 10,
     "qk_rope_head_dim": 6,
     "v_head_dim": 14,
-    # Text encoders, used as decoders.
+    # Text encoders that are used as decoders have these settings.
     "is_decoder": True,
     "type_vocab_size": 2,
     "embedding_size": 20,
-    # Decoders of encoder-decoder models.
+    # Decoders of encoder-decoder models have these settings.
     "encoder_layers": 1,
     "decoder_layers": NUM_LAYERS,
     "encoder_ffn_dim": 36,
@@ -161,10 +161,10 @@ SPECIAL: dict[str, dict[str, Any]] = {
 def is_reviewed(kind: str) -> bool:
     """Return True if the transformers backend should support models of type `kind`.
 
-    Their class must support attention backends and keep no state but the KV cache.
+    The model's class must support attention backends and keep no state except the KV cache.
     """
     found = getattr(transformers, ARCHITECTURES[kind])
-    # The configuration of these tests has attention layers only.
+    # The hybrid models of these tests have attention layers only.
     hybrid = kind == "granitemoehybrid"
     stateful = found._is_stateful and not hybrid
     return bool(found._supports_attention_backend and not stateful and kind not in NOT_CONSTRUCTED)
@@ -191,7 +191,8 @@ def _shrunk(kind: Any, special: dict[str, Any]) -> Any:
     usual = _usual(kind)
     own = {kind.attribute_map.get(name, name): value for name, value in SMALL.items()}
     values = {name: value for name, value in own.items() if name in fields}
-    if "kv_lora_rank" in fields:  # MLA: as many KV heads as query heads; RoPE on part of each head
+    # In MLA, there are as many KV heads as query heads, and RoPE rotates a part of each head.
+    if "kv_lora_rank" in fields:
         values |= {"num_key_value_heads": 4}
         values |= {"head_dim": 6} if "head_dim" in fields else {}
     for name in ("layer_types", "mlp_layer_types"):
@@ -223,7 +224,7 @@ def _parts(kind: Any, usual: Any, special: dict[str, Any]) -> dict[str, Any]:
 def _usual(kind: Any) -> Any:
     try:
         return kind()
-    except Exception:  # some classes reject their own defaults
+    except Exception:  # a few classes refuse their own default values
         return kind.__new__(kind)
 
 

@@ -11,7 +11,7 @@ import grpc
 from penstock.protos import worker_pb2 as wire
 from penstock.protos import worker_pb2_grpc
 
-TIMEOUT_SECONDS = 60.0  # seconds; reached only in failing tests
+TIMEOUT_SECONDS = 60.0  # limit in seconds that only failing tests reach
 
 
 def greedy(max_tokens: int, **other: Any) -> wire.SamplingParams:
@@ -35,9 +35,9 @@ class AttachedRouter:
         self.received: list[wire.ToRouter] = []
         # Keys are (request, attempt), or (request, attempt, choice) for choices above 0.
         self.answers: dict[tuple[int, ...], list[int]] = defaultdict(list)
-        self.positions: dict[tuple[int, ...], int] = {}  # next token index of each answer
+        self.positions: dict[tuple[int, ...], int] = {}  # next token index, by answer
         self.finishes: dict[tuple[int, ...], int] = {}
-        self.rejected: dict[tuple[int, int], str] = {}  # (request, attempt) -> reason
+        self.rejected: dict[tuple[int, int], str] = {}  # reasons by (request, attempt)
         self.load = wire.Load()
         self.closed: grpc.aio.AioRpcError | None = None
         self._changed = asyncio.Condition()
@@ -51,8 +51,9 @@ class AttachedRouter:
         heartbeat_seconds: float = 0.2,
         cache_events: bool = False,
     ) -> "AttachedRouter":
-        """Send Hello and wait for Welcome. Raises AioRpcError if the worker refuses."""
-        with suppress(asyncio.InvalidStateError):  # refused: the read below raises the error
+        """Send Hello and wait for Welcome; raise AioRpcError if the worker refuses."""
+        # If the worker refuses, `send` fails first, and the read below raises the right error.
+        with suppress(asyncio.InvalidStateError):
             hello = wire.Hello(protocol=protocol, router=router, incarnation="i")
             hello.cache_events = cache_events
             await self.send(hello=hello)
@@ -66,7 +67,7 @@ class AttachedRouter:
         return self
 
     async def send(self, number: int | None = None, **body: Any) -> None:
-        async with self._writing:  # gRPC allows one write at a time per call
+        async with self._writing:  # a gRPC call allows one write at a time
             self.number = self.number + 1 if number is None else number
             await self.call.write(wire.ToWorker(number=self.number, **body))
 
@@ -118,7 +119,8 @@ class AttachedRouter:
         await self._channel.close()
 
     async def _send_heartbeats(self, seconds: float) -> None:
-        with suppress(asyncio.InvalidStateError):  # raised once the worker has ended the stream
+        # The stream has ended; the reader raises the error.
+        with suppress(asyncio.InvalidStateError):
             while True:
                 await asyncio.sleep(seconds)
                 await self.send(heartbeat=wire.Heartbeat())
@@ -152,7 +154,8 @@ class AttachedRouter:
         columns = (step.request, step.attempt, step.choice, step.position, step.token, step.finish)
         for request, attempt, choice, position, token, finish in zip(*columns, strict=True):
             key = (request, attempt, choice) if choice else (request, attempt)
-            due = self.positions.get(key, position)  # a resumed answer starts above 0
+            # The first position of a resumed answer is above 0.
+            due = self.positions.get(key, position)
             assert position == due, "a position is missing or repeated"
             self.positions[key] = due + 1
             self.answers[key].append(token)

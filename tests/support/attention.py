@@ -86,9 +86,10 @@ def exactly(query: Tensor, layer: Tensor, batch: Batch, window: int, scores: Sco
 def within_bounds(batch: Batch, num_blocks: int) -> Batch:
     """Return the batch with valid block tables, for tests of broken kernels.
 
-    Unused entries, and one additional column, are set to block 0, which belongs to no sequence: the
-    sequence that had block 0 gets another. A broken kernel that reads such an entry, or a block
-    number that it masked, gets NaN instead of accessing memory out of bounds.
+    Block 0 is taken from its sequence, which gets another block instead. All unused entries of the
+    tables, and one additional column, then refer to block 0. If a broken kernel reads such an
+    entry, or a block number that it has masked, it gets NaN and does not access memory out of
+    bounds.
     """
     starts, contexts, tables = batch
     spare = np.setdiff1d(np.arange(num_blocks), tables)[0]
@@ -121,8 +122,8 @@ def check_one_path(
 ) -> None:
     """Check attention with `one_path=True` against the reference, and pieces against the whole.
 
-    `pieces` are (first token, length) of parts of the first sequence. The result of a piece that is
-    computed alone must be bitwise identical to that part of the whole result.
+    `pieces` are (first token, length) of parts of the first sequence. Each piece is also computed
+    alone. The result must be bitwise identical to that part of the whole result.
     """
     query, layer, batch = make_case(lengths, (1, 3, 16), 16, cached=cached)
     _, contexts, tables = batch

@@ -1,7 +1,7 @@
 """Stand-ins for `flashinfer` and `flash_attn_interface`: same signatures, computed with torch.
 
-They refuse arguments that violate the requirements which the documentation and the sources of the
-real functions state.
+The documentation and the sources of the real functions state requirements. The stand-ins refuse
+arguments that violate these requirements.
 """
 
 from importlib.machinery import ModuleSpec
@@ -157,7 +157,7 @@ class _Wrapper:
 
 
 class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
-    """Stand-in: one token per sequence. For a CUDA graph, `run` reads only the fixed buffers."""
+    """Stand-in for paged decode: one token per sequence; in a CUDA graph, only fixed buffers."""
 
     def __init__(
         self,
@@ -223,7 +223,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
 
 
 class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
-    """Stand-in: several tokens per sequence, without CUDA graphs."""
+    """Stand-in for paged prefill: several tokens per sequence, without CUDA graphs."""
 
     def __init__(self, float_workspace_buffer: Tensor, kv_layout: str = "NHD") -> None:
         super().__init__(float_workspace_buffer, kv_layout)

@@ -94,7 +94,7 @@ class Bench:
         self.finishes: dict[Key, FinishReason] = {}
         self.finished: list[Key] = []
         self.num_tokens = 0
-        self.num_draws = 0  # tokens sampled: one per sampling row and step
+        self.num_draws = 0  # number of tokens sampled, one per sampling row and step
         self.num_copies = 0  # number of copied blocks
         self.peak_used = 0
 
@@ -155,7 +155,7 @@ class Bench:
 def transfer_blocks(
     prefill: Bench, decode: Bench, prompt: list[int], max_tokens: int
 ) -> NewSequence:
-    """Prefill on one bench, then decode on the other, with the lease as the source of KV blocks."""
+    """Prefill on one bench, then decode on the other with the leased KV blocks."""
     prefill.batcher.submit(sequence("p", prompt, max_tokens, yield_after=1))
     prefill.run()
     event = prefill.batcher.events()[-1]

@@ -1,4 +1,4 @@
-"""A request to a batcher with a hash model, as its router sees it: checks every token."""
+"""A router's view of a request to batchers with hash models; every token is checked."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class BatcherRequest:
     prompt: list[int]
     params: SamplingParams
     salt: bytes
-    answers: list[tuple[list[int], FinishReason]]  # reference answers
-    worker: BatcherWorker  # worker of the current attempt
+    answers: list[tuple[list[int], FinishReason]]  # reference answers, one per choice
+    worker: BatcherWorker  # worker that has the current attempt
     logs: list[list[int]]
     ended: list[bool]
-    known: int = 1  # prompt positions below this have logprobs
+    known: int = 1  # prompt logprobs are known below this position
     attempt: int = 0
-    state: str = "submitted"  # submitted, receiving, yielded or done
-    lease: tuple[BatcherWorker, Key, int] | None = None  # worker, key, kv_len
+    state: str = "submitted"  # "submitted", "receiving", "yielded" or "done"
+    lease: tuple[BatcherWorker, Key, int] | None = None  # (worker, key, kv_len) of the lease
 
     @classmethod
     def new(
@@ -62,7 +62,8 @@ class BatcherRequest:
     def to_sequence(self, yield_after: int, source_len: int) -> NewSequence:
         """Return the sequence that continues all open choices."""
         if self.params.prompt_logprobs is not None and self.known < len(self.prompt):
-            source_len = 0  # recompute the whole prompt for its logprobs
+            # The whole prompt is recomputed, because some of its logprobs are missing.
+            source_len = 0
         logs = {choice: self.logs[choice] for choice in self.open_choices}
         if self.params.use_beam_search:
             logs = {choice: [] for choice in range(self.params.num_sequences)}
@@ -112,7 +113,7 @@ class BatcherRequest:
         assert not self.params.use_beam_search or kv_len < len(self.prompt)
 
     def num_tokens_at_most(self, max_model_len: int) -> int:
-        """Return an upper bound of the tokens computed from now on by one run of all choices."""
+        """Return an upper bound of the tokens that one run of all choices still computes."""
         if self.params.use_beam_search:
             answers = [self.params.answer_limit(0, max_model_len)] * len(self.answers)
         else:

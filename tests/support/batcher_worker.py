@@ -18,14 +18,15 @@ class BatcherWorker:
         self.batcher = Batcher(limits)
         self.model = HashModel(limits.num_blocks, limits.block_size)
         self.beams = HashModelBeams(limits.max_model_len)
-        self.plan: StepPlan | None = None  # in flight; its slots are read and written at commit
-        self.next: StepPlan | None = None  # step planned after `plan`
-        self.abandoned: dict[Key, Ints] = {}  # blocks of dropped sequences, still being written
+        self.plan: StepPlan | None = None  # step in flight; `commit` reads and writes its slots
+        self.next: StepPlan | None = None  # the next step, planned while `plan` is in flight
+        # Blocks of dropped sequences that a transfer still writes.
+        self.abandoned: dict[Key, Ints] = {}
         self.dropped: set[Key] = set()
         self.num_ahead = 0  # steps planned while another was in flight
-        self.num_copies = 0  # copy-on-write block copies
-        self.num_forks = 0  # rows whose first token comes from another row's logits
-        self.num_moved = 0  # beams that continued from another beam's tokens
+        self.num_copies = 0  # blocks copied before a sequence wrote to them
+        self.num_forks = 0  # rows that sampled their first token from another row's logits
+        self.num_moved = 0  # beams that continued another beam's tokens
 
     def plan_step(self) -> None:
         """Plan a step. If a step is in flight, plan the next one, unless it is planned already."""
@@ -89,15 +90,15 @@ class BatcherWorker:
         self.dropped.add(key)
 
     def fail(self, key: Key) -> None:
-        """Fail a sequence of the step in flight, as after non-finite logits."""
+        """Fail a sequence of the step in flight, as if its logits were not finite."""
         self.batcher.fail(key)
         self.beams.close(key)
         self.dropped.add(key)
 
     def end_abandoned_writes(self) -> None:
-        """End the transfers to sequences that were dropped; their blocks become free."""
+        """End the KV transfers to dropped sequences, whose blocks are then free."""
         for key, blocks in self.abandoned.items():
-            # The transfer was still writing these blocks, so they were not reused.
+            # Until now the transfer could write to these blocks, so none was reused.
             self.model.poison(blocks)
             self.batcher.transfer_drained(key)
         self.abandoned = {}
@@ -131,7 +132,7 @@ class BlockTransfer:
     source: BatcherWorker
     lease: Key
     blocks: Ints
-    content: list[int]  # contents of `blocks` at the start
+    content: list[int]  # slot values of `blocks` when the transfer started
     target: BatcherWorker
     key: Key
     reserved: Ints
@@ -140,13 +141,13 @@ class BlockTransfer:
     def start(
         cls, source: BatcherWorker, lease: Key, kv_len: int, target: BatcherWorker, key: Key
     ) -> "BlockTransfer":
-        """Pin the leased blocks that `target` lacks. Raises LeaseGone."""
+        """Pin the leased blocks that `target` lacks; raise LeaseGone if the lease has ended."""
         reserved, size = target.batcher.reserved_blocks(key), source.batcher.limits.block_size
         blocks = source.batcher.pin(lease, (-(-kv_len // size) - len(reserved)) * size)
         return cls(source, lease, blocks, source.content(blocks), target, key, reserved)
 
     def end(self, complete: bool) -> None:
-        """Write the blocks, or leave them with wrong contents; release the lease's pin."""
+        """End the transfer: write the blocks if it is complete, and release the lease's pin."""
         assert self.source.content(self.blocks) == self.content
         if complete:
             copy_blocks(self.source.model, self.blocks, self.target.model, self.reserved)

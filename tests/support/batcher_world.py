@@ -31,7 +31,7 @@ class BatcherWorld:
         self.requests: list[BatcherRequest] = []
         self.transfers: list[BlockTransfer] = []
         self.num_transferred = 0
-        self.num_scored = 0  # prompt tokens that got logprobs
+        self.num_scored = 0  # number of prompt tokens that got logprobs
 
     def in_state(self, *states: str) -> list[BatcherRequest]:
         return [request for request in self.requests if request.state in states]
@@ -165,7 +165,7 @@ class BatcherWorld:
             self.commit(worker)
 
     def fail(self, worker: BatcherWorker, key: Key) -> None:
-        """Fail a sequence of the step in flight, as after non-finite logits."""
+        """Fail a sequence of the step in flight, as if its logits were not finite."""
         if key not in worker.dropped:
             self._by_key(key).state = "done"
         worker.fail(key)
@@ -223,7 +223,7 @@ class BatcherWorld:
             worker.check_rest()
 
     def _run_until_idle(self, worker: BatcherWorker) -> None:
-        # The first request advances in every step; every other request may overtake it once.
+        # The first request advances in every step. Each of the other requests may overtake it once.
         longest = self.limits.max_model_len
         limit = 2 + 2 * sum(request.num_tokens_at_most(longest) for request in self.requests)
         for _ in range(limit):

@@ -1,4 +1,4 @@
-"""Ragged batches over scattered KV blocks."""
+"""Ragged batches whose sequences have scattered KV blocks."""
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ def make_batch(lengths: list[tuple[int, int]], block_size: int, seed: int) -> tu
     num_blocks = width * len(lengths) + 2
     order = np.random.default_rng(seed).permutation(num_blocks)[: width * len(lengths)]
     tables = order.reshape(len(lengths), width).astype(np.int32)
-    # Entries past a sequence's blocks are undefined: kernels must not use them.
+    # Kernels must not use table entries past a sequence's blocks, so these entries are invalid.
     tables[np.arange(width) >= -(-contexts[:, None] // block_size)] = 10**6
     return (starts, contexts, tables), num_blocks
 

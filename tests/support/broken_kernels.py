@@ -11,7 +11,7 @@ from tests.aot.case import GFX942, SM_90, AotCase, meta
 
 @jit
 def _hoarder(x, out, SIZE: tl.constexpr):
-    """Add a vector [SIZE] and its reverse in one program: a warp needs too many registers."""
+    """Add a vector [SIZE] and its reverse in one program; this needs too many registers."""
     at = tl.arange(0, SIZE)
     tl.store(out + at, tl.load(x + at) + tl.load(x + SIZE - 1 - at))
 

@@ -14,7 +14,8 @@ import pytest
 
 from tests.support.served_router import TIMEOUT_SECONDS
 
-ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # key of element references, from the standard
+# The WebDriver standard's key of element references.
+ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
 
 needs_chromium = pytest.mark.skipif(
     shutil.which("chromium") is None or shutil.which("chromedriver") is None,

@@ -1,8 +1,8 @@
 """Measures the CPU time of every callback that an asyncio event loop runs.
 
-A callback that computes for long delays all other streams of its router, so that workers may take
-the router for dead. CPU time of the thread is measured, not wall time: a busy machine changes
-nothing. Garbage collections are not counted, since a test process has far more objects than a
+A callback that computes for long delays all other streams of its router; workers may then take the
+router for dead. The CPU time of the thread is measured, because wall time depends on the load of
+the machine. Garbage collections are not counted, because a test process has far more objects than a
 router.
 """
 
@@ -28,7 +28,7 @@ class CallbackTimes:
         self.longest = 0.0
         self._limit = limit_seconds
         self._collecting_since = 0.0
-        self._collected = 0.0  # seconds of all garbage collections
+        self._collected = 0.0  # total seconds of garbage collections so far
 
     @contextlib.contextmanager
     def measuring(self) -> Iterator[None]:
@@ -36,7 +36,7 @@ class CallbackTimes:
         original: Callable[[asyncio.Handle], None] = asyncio.Handle._run
 
         def run(handle: asyncio.Handle) -> None:
-            # Read first, because a task drops its coroutine when it ends.
+            # Read the coroutine now, because a task drops its coroutine when it ends.
             coroutine = _coroutine(handle)
             began = time.thread_time() - self._collected
             original(handle)
@@ -66,7 +66,7 @@ class CallbackTimes:
 
 
 def _coroutine(handle: asyncio.Handle) -> Any:
-    """Return the coroutine that a callback continues; None for other callbacks."""
+    """Return the coroutine that a callback continues, or None if it is no coroutine's callback."""
     task = getattr(handle._callback, "__self__", None)  # type: ignore[attr-defined]
     return task.get_coro() if isinstance(task, asyncio.Task) else None
 

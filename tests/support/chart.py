@@ -21,7 +21,7 @@ CRDS = ROOT / "tests" / "helm" / "crds"  # schemas of custom resources, without 
 """Folders with schemas of custom resources; one kind may have a file for each supported version."""
 EXAMPLES = sorted(path.stem for path in (CHART / "examples").glob("*.yaml"))
 MODES = ("kuberay", "standalone")
-KUBERNETES = ("1.27", "1.37")  # oldest (Chart.yaml) and newest supported version
+KUBERNETES = ("1.27", "1.37")  # oldest supported version (Chart.yaml) and newest one
 
 PROMETHEUS = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
 """The pods of Prometheus, as values name them."""
@@ -157,7 +157,7 @@ def _refusals(text: str, version: str) -> tuple[str, ...]:
             for error in validator.iter_errors(each)
         )
     if "." in each["apiVersion"].partition("/")[0].removesuffix(".k8s.io"):
-        return ()  # a custom resource without a schema in `CRDS`
+        return ()  # `CRDS` has no schema for this custom resource
     import kubernetes_validate
     from kubernetes_validate import utils
 

@@ -8,7 +8,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-VOCAB_SIZE = 307  # a prime, so that no tile size divides it
+VOCAB_SIZE = 307  # no tile size divides this prime
 SPECIAL_TOKENS = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 TEXT = [
     "the water runs down the pipe to the wheel and the wheel turns in the stream",
@@ -85,7 +85,7 @@ DEEPSEEK = {
 }
 
 FAMILIES: dict[str, Callable[[], Any]] = {
-    # Llama 2: as many KV heads as query heads.
+    # In Llama 2, there are as many KV heads as query heads.
     "llama2": lambda: transformers.LlamaConfig(**COMMON | {"num_key_value_heads": 4}),
     "llama3": lambda: transformers.LlamaConfig(
         **COMMON | {"head_dim": 20, "rope_parameters": LLAMA3_ROPE, "attention_bias": True}
@@ -169,9 +169,9 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         swiglu_limit=1.5,
         rope_parameters=YARN_ROPE | {"truncate": False},
     ),
-    # Falcon 7B: one KV head, one norm per layer.
+    # Falcon 7B has one KV head, and one norm per layer.
     "falcon-7b": lambda: transformers.FalconConfig(**OLDER, multi_query=True),
-    # Falcon 40B: several KV heads, two norms per layer.
+    # Falcon 40B has several KV heads, and two norms per layer.
     "falcon-40b": lambda: transformers.FalconConfig(
         **OLDER | {"num_attention_heads": 6},
         new_decoder_architecture=True,
@@ -186,7 +186,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "falcon-in-turn": lambda: transformers.FalconConfig(
         **OLDER, multi_query=False, parallel_attn=False, bias=True
     ),
-    # Falcon RW: rounded ALiBi biases; the slopes are not exact in bfloat16.
+    # Falcon RW rounds ALiBi biases to bfloat16, which cannot represent these slopes exactly.
     "falcon-rw": lambda: transformers.FalconConfig(
         **OLDER | {"hidden_size": 72, **heads(12)},
         alibi=True,
@@ -197,7 +197,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "falcon-rw-parallel": lambda: transformers.FalconConfig(
         **OLDER, alibi=True, multi_query=False, tie_word_embeddings=False
     ),
-    # Head counts that are not powers of two, and odd head sizes.
+    # BLOOM and MPT get head counts that are not powers of two, and odd head sizes.
     "bloom": lambda: transformers.BloomConfig(**OLDER | {"hidden_size": 60, **heads(12)}),
     "bloom-untied": lambda: transformers.BloomConfig(
         **OLDER | heads(4), tie_word_embeddings=False, layer_norm_epsilon=0.02
@@ -216,7 +216,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         rotary_dim=6,
         eos_token_id=1,
     ),
-    # Like V2-Lite: no query compression, no expert groups.
+    # Like DeepSeek V2-Lite, this model has no query compression and no expert groups.
     "deepseek-v2-lite": lambda: transformers.DeepseekV2Config(
         **DEEPSEEK,
         num_attention_heads=2,
@@ -236,7 +236,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         attention_bias=True,
         rms_norm_eps=0.03,
     ),
-    # DeepSeek V3 and R1.
+    # This family includes DeepSeek V3 and R1.
     "deepseek-v3": lambda: transformers.DeepseekV3Config(
         **DEEPSEEK,
         num_attention_heads=3,
@@ -275,12 +275,12 @@ def make_model(family: str, seed: int = 0) -> Any:
     """Return a float32 transformers model; all its weights, biases and norms are random."""
     config = (FAMILIES | OTHERS)[family]()
     torch.manual_seed(seed)
-    # The other implementation, a grouped matrix product, rejects odd shapes.
+    # The other implementation of experts, a grouped matrix product, rejects odd shapes.
     kinds = {"dtype": torch.float32, "experts_implementation": "eager"}
     model = transformers.AutoModelForCausalLM.from_config(config, **kinds).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            # Weights are large, so that the next token depends on distant tokens and answers vary.
+            # Large weights make the next token depend on distant tokens, so that answers vary.
             norm = "norm" in name or ".ln_" in name
             around = 1.0 if norm and name.endswith("weight") else 0.0
             parameter.normal_(around, 0.1 if norm else 0.25)

@@ -1,4 +1,4 @@
-"""Single tokens as rows, for tests that build or read the columns of a step."""
+"""Single tokens as rows, for tests that build or read `TokenColumns` of a step."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -7,7 +7,7 @@ from penstock.router.routing.events import Command, Deliver, Finish, TokenColumn
 
 
 class NewToken(NamedTuple):
-    """One row of `TokenColumns`."""
+    """One token: a row of `TokenColumns`."""
 
     request: int
     attempt: int
@@ -31,7 +31,7 @@ def columns_of(tokens: Iterable[NewToken]) -> TokenColumns:
 
 
 def tokens_of(columns: TokenColumns) -> list[NewToken]:
-    """Return the rows of columns."""
+    """Return the tokens of columns as rows."""
     return [NewToken(*row) for row in columns.rows()]
 
 

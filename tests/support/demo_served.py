@@ -1,4 +1,4 @@
-"""A router and a worker of the small bundled model in this process."""
+"""A router and a worker in this process, which serve the small bundled model."""
 
 import contextlib
 from collections.abc import AsyncIterator

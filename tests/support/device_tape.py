@@ -1,8 +1,8 @@
-"""Captures of device work on a CPU, in the form of a CUDA graph: commands with fixed addresses.
+"""Captures of device work on a CPU, in the form of a CUDA graph.
 
-A capture records every torch operation, kernel launch and collective of a function. A replay
-executes the commands again on the same tensors, without Python code of the function. An operation
-that reads a value on the host fails, as it does in a CUDA graph.
+A capture records every torch operation, kernel launch and collective of a function as a command. A
+replay executes the commands again on the same tensors, without the function's Python code. As in a
+CUDA graph, an operation that reads a value on the host fails.
 """
 
 import threading
@@ -19,7 +19,8 @@ from penstock.kernels.triton_common import launch as launch_module
 from penstock.workers.parallel.collectives import ProcessGroup
 
 _recording = threading.local()
-_interpreter = threading.Lock()  # Triton's interpreter changes global names while it runs
+# Triton's interpreter changes global names while it runs, so one thread may use it at a time.
+_interpreter = threading.Lock()
 
 
 class HostRead(AssertionError):
@@ -28,7 +29,7 @@ class HostRead(AssertionError):
 
 _READS = (
     *("item", "_local_scalar_dense", "nonzero", "bincount", "unique", "masked_select", "equal"),
-    "resolve_neg",  # by `tolist` and `numpy`
+    "resolve_neg",  # `tolist` and `numpy` call this operation
 )
 """Operations that wait for a device. `cpu()` is not among them: here the device is a CPU."""
 
@@ -68,7 +69,7 @@ class Tape:
         self.num_commands = 0
 
     def capture(self, compute: Callable[[], None]) -> Callable[[], None]:
-        compute()  # like the warm-up run before a CUDA graph is captured
+        compute()  # a first run before the capture, as for a CUDA graph
         commands: list[Callable[[], None]] = []
         _recording.commands = commands
         try:
@@ -88,7 +89,7 @@ class Tape:
 
 
 def _recorded(run: Callable[[], None]) -> None:
-    """Run a command whose inner operations must not be recorded, and record it as one command."""
+    """Run a command and record it as one command; its inner operations are not recorded."""
     commands = getattr(_recording, "commands", None)
     if commands is None:
         run()

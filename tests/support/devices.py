@@ -27,8 +27,8 @@ def runs_kernels() -> bool:
 def exact_products() -> Iterator[None]:
     """Make interpreted matrix products independent of an element's position in its tile.
 
-    Each element is summed in order, from the first input to the last. By default, the interpreter
-    uses numpy's product, whose summation order varies with the position.
+    Each element is the sum of its products in the order of the inputs. By default, the interpreter
+    uses numpy's matrix product, whose order of sums depends on the position.
     """
     if ON_GPU:
         yield

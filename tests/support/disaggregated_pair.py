@@ -31,7 +31,7 @@ class DisaggregatedPair:
     async def answer_without_transfer(
         self, prompt: list[int], num_tokens: int, **params: Any
     ) -> list[int]:
-        """Return the answer of the decode worker, which also prefills, without a cached prefix."""
+        """Return the answer if the decode worker also prefills, without a cached prefix."""
         request = next(_requests)
         given = greedy(num_tokens, **params)
         await self.decode.submit(request, prompt, given, salt=b"mixed %d" % next(_salts))
@@ -51,7 +51,7 @@ class DisaggregatedPair:
     async def decode_and_yield(
         self, prompt: list[int], num_tokens: int, after: int
     ) -> "YieldedRequest":
-        """Yield a request after `after` or more tokens on the prefill worker, as in a drain."""
+        """Yield a request on the prefill worker after `after` or more tokens, as in a drain."""
         request, salt = next(_requests), b"half done %d" % next(_salts)
         given = greedy(num_tokens)
         await self.prefill.submit(request, prompt, given, salt=salt)
@@ -64,7 +64,7 @@ class DisaggregatedPair:
 
 @dataclass
 class YieldedRequest:
-    """A request that yielded on the prefill worker (attempt 1) and is resubmitted as attempt 2."""
+    """A request that the prefill worker has yielded (attempt 1); attempt 2 is its resubmission."""
 
     pools: DisaggregatedPair
     request: int

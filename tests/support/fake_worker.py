@@ -37,7 +37,7 @@ STOP_ONE_IN = 13
 
 
 def next_token(prompt: Sequence[int], answer: Sequence[int], choice: int) -> tuple[int, bool]:
-    """Return the reference model's next token, and whether this token ends the answer."""
+    """Return the next token of the reference model, and whether this token ends the answer."""
     token = zlib.crc32(repr((tuple(prompt), tuple(answer), choice)).encode()) % 9973
     return token, token % STOP_ONE_IN == 0
 
@@ -67,9 +67,9 @@ class HeldSubmission:
     num_new: int = 0
     yield_requested: bool = False
     epoch: int = 0
-    kv: tuple[int, ...] = ()  # if leased: tokens of the kept blocks
-    sending: int = 0  # number of transfers that read the lease
-    # New tokens; a beam search sends them at its end.
+    kv: tuple[int, ...] = ()  # tokens whose KV the leased blocks hold
+    sending: int = 0  # number of transfers that read the leased blocks
+    # Generated tokens; a beam search sends all of them at its end.
     found: list[NewToken] = field(default_factory=list)
 
     def tokens(self) -> tuple[int, ...]:
@@ -81,10 +81,10 @@ class HeldSubmission:
         return 0 if request.num_beams and len(request.prompt) == 1 else self.submit.yield_after
 
     def num_kept(self) -> int:
-        """Return the number of positions in a lease; the last token's KV is not computed yet."""
+        """Return the number of positions in a lease; the last token has no KV yet."""
         if self.submit.request.num_beams:
             return len(self.submit.request.prompt) - 1
-        # Several choices have different tokens, so no common KV is kept.
+        # A lease keeps only KV that all choices share, and several choices have different tokens.
         return len(self.tokens()) - 1 if len(self.answers) == 1 else 0
 
 
@@ -93,10 +93,10 @@ class Transfer:
     """A KV transfer in progress."""
 
     send: Send
-    kv: tuple[int, ...] | None  # None: the lease no longer existed
+    kv: tuple[int, ...] | None  # None if the lease no longer existed
 
 
-Name = tuple[int, int]  # request, attempt
+Name = tuple[int, int]  # (request, attempt)
 
 
 class FakeWorker:
@@ -107,12 +107,12 @@ class FakeWorker:
         self.held: dict[Name, HeldSubmission] = {}
         self.inbox: deque[Command] = deque()
         self.outbox: deque[Event] = deque()
-        self.transfers: list[Transfer] = []  # KV transfers to this worker
+        self.transfers: list[Transfer] = []  # KV transfers that this worker receives
         self._max_queued = max_queued
         self._last_epoch = 0
-        self.stuck = False  # accepts messages but computes no steps
+        self.stuck = False  # True if the worker accepts messages but computes no steps
         self.num_steps = 0
-        self.num_computed = 0  # prompt positions computed rather than received
+        self.num_computed = 0  # number of prompt positions that were computed here
 
     @property
     def name(self) -> str:
@@ -208,7 +208,8 @@ class FakeWorker:
     def _admit(self) -> list[tuple[int, int, int]]:
         """Admit queued submissions; return (request, attempt, cached tokens) of each.
 
-        There is no prefix cache, so the attempt takes the place of the number of cached tokens.
+        The fake worker has no prefix cache. It reports the attempt as the number of cached tokens,
+        so that tests can distinguish these numbers.
         """
         cached: list[tuple[int, int, int]] = []
         for name in self.in_phase("queued"):
@@ -245,7 +246,7 @@ class FakeWorker:
         held.num_new += 1
         held.found.extend(tokens)
         if not any(held.open):
-            del self.held[name]  # a finished sequence does not yield
+            del self.held[name]  # a finished submission does not yield
         if not held.submit.request.num_beams:
             return tokens
         return [] if any(held.open) else sorted(held.found, key=lambda token: token[2:4])
@@ -259,12 +260,12 @@ class FakeWorker:
         self.outbox.append(Yielded(self.name, *name, kv_len))
 
     def fail(self, name: Name, reason: str) -> None:
-        """Fail a submission, as after non-finite logits."""
+        """Fail a submission, as if its logits were not finite."""
         del self.held[name]
         self.outbox.append(Stepped(self.name, TokenColumns(), None, [(*name, reason)]))
 
     def skip_position(self) -> bool:
-        """Skip a position in a queued token message (a fault); False if no message is queued."""
+        """Remove a position from a queued Step (a fault); return False if no Step is queued."""
         for number, event in enumerate(self.outbox):
             if isinstance(event, Stepped) and event.tokens:
                 first, *rest = event.tokens.positions
@@ -290,7 +291,7 @@ class FakeWorker:
         return held.kv
 
     def arrive(self, transfer: Transfer, whole: bool) -> None:
-        """End a transfer at this worker; `whole` is False if bytes are missing."""
+        """End a transfer at this worker. If `whole` is False, the data is incomplete."""
         send = transfer.send
         name = (send.request, send.to_attempt)
         held = self.held.get(name)
@@ -308,7 +309,7 @@ class FakeWorker:
         self.outbox.append(Received(self.name, *name, send.epoch))
 
     def fail_transfer(self, name: Name) -> None:
-        """Fail a transfer that timed out; the prompt is computed instead."""
+        """Fail a transfer that has timed out. The worker then computes the prompt itself."""
         held = self.held[name]
         held.phase = "running"
         self.num_computed += len(held.submit.request.prompt)

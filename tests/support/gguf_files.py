@@ -59,12 +59,12 @@ def write_gguf(
 def stored_tensors(
     name: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> dict[str, np.ndarray]:
-    """Return the tensors as a converter writes them, float32, by their names in the file."""
+    """Return the tensors in float32 as a converter writes them, by their names in the file."""
     architecture = {text: arch for arch, text in gguf.MODEL_ARCH_NAMES.items()}[name]
     names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
     found = {}
     for own, tensor in tensors.items():
-        # gguf's names for Gemma lack the head, because Gemma ties it to the embedding.
+        # gguf has no name for Gemma's head, because Gemma ties the head to the embedding.
         stored = names.get_name(own, try_suffixes=(".weight", ".bias")) or "output.weight"
         assert own == "lm_head.weight" or stored != "output.weight", own
         items = tensor.float().numpy()
@@ -79,14 +79,14 @@ def stored_tensors(
 
 
 def interleaved(items: np.ndarray, num_heads: int) -> np.ndarray:
-    """Reorder the rows of each head from halves to pairs."""
+    """Reorder the rows of each head: row i and row i + half become neighbours."""
     shape = items.shape
     halves = items.reshape(num_heads, 2, shape[0] // num_heads // 2, *shape[1:])
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(shape))
 
 
 def add_tensor(writer: gguf.GGUFWriter, name: str, items: np.ndarray, kind: str) -> None:
-    """Add a tensor of a type. A K-quant gets random blocks; other types get the quantized items."""
+    """Add a tensor: random blocks for a K-quant, otherwise the quantized items."""
     type_ = gguf.GGMLQuantizationType[kind]
     if kind in ("F32", "F16"):
         writer.add_tensor(name, items.astype({"F32": np.float32, "F16": np.float16}[kind]))
@@ -99,7 +99,7 @@ def add_tensor(writer: gguf.GGUFWriter, name: str, items: np.ndarray, kind: str)
     shape = items.shape[0], items.shape[1] // block_items, block_bytes
     blocks = random.integers(0, 256, shape, dtype=np.uint8)
     places = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,)}.get(kind, (0, 2))
-    for at in places:  # the scales of a block
+    for at in places:  # byte offsets of the float16 scales in a block
         numbers = random.uniform(1e-4, 1e-3, shape[:2]).astype(np.float16)
         blocks[..., at : at + 2] = numbers[..., None].view(np.uint8)
     writer.add_tensor(name, blocks.reshape(shape[0], -1), raw_dtype=type_)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def poisoned(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return a tensor filled with NaN or the smallest integer, which shows missing writes."""
+    """Return a tensor full of NaN or the smallest integer, so that missing writes are detected."""
     out = torch.empty(shape, dtype=dtype)
     return out.fill_(torch.nan if dtype.is_floating_point else torch.iinfo(dtype).min)
 

@@ -34,7 +34,7 @@ FIELDS = {
     "authOptions.secretName": (1, 6),
     "upgradeStrategy": (1, 6),
     "upgradeStrategy.type": (1, 6),
-    # Only newer operators know these fields, so the chart must not use them yet.
+    # The oldest supported operator lacks these fields, so the chart must not use them yet.
     "autoscalerOptions.args": (1, 7),
     "autoscalerOptions.command": (1, 7),
     "gcsFaultToleranceOptions.backend": (1, 7),

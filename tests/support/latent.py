@@ -13,7 +13,7 @@ from tests.support.attention import alike, compare, small_tiles, within_bounds
 from tests.support.batches import Batch, make_batch, poison
 from tests.support.devices import DEVICE, exact_products
 
-Sizes = tuple[int, int, int, int, int]  # num_heads, query_dim, rope_dim, value_dim, latent rank
+Sizes = tuple[int, int, int, int, int]  # (num_heads, query_dim, rope_dim, value_dim, latent rank)
 
 SMALL: Sizes = (3, 5, 4, 7, 11)
 
@@ -72,8 +72,8 @@ def check(
 def check_one_path(lengths: list[tuple[int, int]], pieces: list[tuple[int, int]]) -> None:
     """Check MLA with `one_path=True` against the reference, and pieces against the whole.
 
-    `pieces` are (first token, length) of parts of the first sequence. The result of a piece that is
-    computed alone must be bitwise identical to that part of the whole result.
+    `pieces` are (first token, length) of parts of the first sequence. Each piece is also computed
+    alone. The result must be bitwise identical to that part of the whole result.
     """
     query, layer, up, batch = make_case(lengths)
     _, contexts, tables = batch

@@ -1,4 +1,4 @@
-"""A worker that dies at a given position of its answer, so that another one continues it."""
+"""A worker that dies at a given position of its answer; another worker then continues it."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class MortalWorker(StubWorker):
-    """A worker that stops before the step that would make token number `last_position`."""
+    """A worker that stops before the step that generates token number `last_position`."""
 
     def __init__(self, name: str, tokens: Sequence[int]) -> None:
         super().__init__(name, answer=lambda prompt: tokens)

@@ -12,7 +12,7 @@ import pytest
 from penstock.kernels.attention import triton as triton_kernels
 from penstock.kernels.attention import triton_launch
 
-Change = tuple[str, str]  # source text, replacement
+Change = tuple[str, str]  # (text of the source, its replacement)
 
 KERNEL: dict[str, Change] = {
     "causal mask": (
@@ -65,7 +65,7 @@ def mutant_of(module: ModuleType, change: Change, folder: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     mutant = module_from_spec(spec)
-    # Dataclasses look up their module in sys.modules.
+    # Dataclasses look for their module in sys.modules.
     with mock.patch.dict("sys.modules", {"mutant": mutant}):
         spec.loader.exec_module(mutant)
     return mutant

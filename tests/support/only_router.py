@@ -49,7 +49,7 @@ def installed_with(names: Iterable[str]) -> set[str]:
         try:
             needed = metadata.requires(name) or []
         except metadata.PackageNotFoundError:
-            continue  # needed only on another platform or Python version
+            continue  # this requirement is for another platform or Python version
         found.add(name)
         waiting += [distribution_name(each) for each in needed if "extra ==" not in each]
     return found

@@ -20,7 +20,7 @@ from penstock.router.parsers.pieces import (
 
 @dataclass(frozen=True)
 class Answer:
-    """The text of an answer by kind, and its calls: pairs of a name and the arguments' text."""
+    """The text of an answer by kind, and its calls as pairs (name, text of the arguments)."""
 
     content: str
     calls: Sequence[tuple[str, str]] = ()
@@ -69,14 +69,14 @@ def in_tokens(text: str, tokenizer: Tokenizer) -> Iterator[str]:
     encoded = tokenizer.encode(text, add_special_tokens=False)
     at = 0
     for _, end in encoded.offsets:
-        if end > at:  # a token may be a fraction of a character
+        if end > at:  # a token may complete no character
             yield decoder.decode(text[at:end].encode())
             at = end
     yield text[at:]
 
 
 def splits(text: str, tokenizer: Tokenizer) -> Iterator[list[str]]:
-    """Yield a text whole, by bytes, by tokens, and split in two at each character."""
+    """Yield a text whole, byte by byte, token by token, and split in two at each character."""
     yield [text]
     yield list(text)
     yield list(in_bytes(text))

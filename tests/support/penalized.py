@@ -29,7 +29,8 @@ def penalized(draw: st.DrawFn) -> Penalized:
     num_prompt = torch.tensor([prompt for prompt, _, _ in rows])
     num_tokens = num_prompt + torch.tensor([answer for _, answer, _ in rows])
     tokens = torch.from_numpy(numbers.integers(0, 17, (len(rows), 24)))
-    tokens[torch.arange(24) >= num_tokens[:, None]] = -(10**6)  # beyond the history: never read
+    # Kernels must not read tokens beyond the history.
+    tokens[torch.arange(24) >= num_tokens[:, None]] = -(10**6)
     kinds = torch.tensor([kind for _, _, kind in rows])
     penalties = Penalties(
         torch.where(kinds == 1, 1.7, 1.0),

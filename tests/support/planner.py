@@ -83,7 +83,8 @@ def generate(
 ) -> tuple[list[list[int]], list[torch.Tensor]]:
     """Return greedy answers of `max_new` tokens, and their logits [max_new, vocab_size].
 
-    The cache is filled with NaN at first, as if a sequence with NaN had used its blocks before.
+    Before the first step, the cache is filled with NaN, as if an earlier sequence with NaN had used
+    its blocks.
     """
     planner = Planner(prompts, max_new)
     cache = make_cache(decoder, planner.num_blocks, form)
@@ -95,7 +96,8 @@ def generate(
         found = runner.run(plan)
         planner.commit(plan, found.argmax(-1).tolist())
         for row, values in zip(plan.rows[plan.samples].tolist(), found, strict=True):
-            logits[row].append(values.clone())  # the runner reuses the buffer in the next step
+            # Copy the logits, because the next step reuses the runner's buffer.
+            logits[row].append(values.clone())
     answers = [
         tokens[len(prompt) : len(prompt) + max_new]
         for tokens, prompt in zip(planner.tokens, prompts, strict=True)

@@ -26,7 +26,7 @@ Codes = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Quantized:
-    """Integer codes [N, K] with the scale and zero point of each weight, [N, K]."""
+    """Integer codes [N, K], and the scale and the zero point of each weight, both [N, K]."""
 
     codes: Codes
     scales: npt.NDArray[np.float64]
@@ -38,14 +38,15 @@ class Quantized:
 
 @dataclass(frozen=True)
 class Form:
-    """A published format: `quantization_config`, and the tensors of a module."""
+    """A published form: its `quantization_config`, and a function that makes a module's tensors."""
 
     config: dict[str, Any]
-    quantize: Callable[[Tensor], tuple[dict[str, Tensor], Tensor]]  # tensors, dequantized weight
+    # Returns the stored tensors and the dequantized weight.
+    quantize: Callable[[Tensor], tuple[dict[str, Tensor], Tensor]]
 
 
 def groups_of(weight: Tensor, size: int, order: npt.NDArray[np.int64] | None = None) -> Codes:
-    """Return each input's group; with `order`, groups are ranges of the permuted inputs."""
+    """Return the group of each input; with `order`, the groups of the permuted inputs."""
     inputs = weight.shape[1]
     groups = np.arange(inputs) // (inputs if size < 0 else size)
     return groups if order is None else groups[np.argsort(order)]
@@ -156,7 +157,7 @@ def packed(bits: int, size: int, symmetric: bool) -> Form:
 
 
 def int8(symmetric: bool = True, activations: bool = True, size: int = -1) -> Form:
-    """Return INT8 per channel or group; symmetric codes are -127 to 127, as with INT8 loading."""
+    """Return INT8 with a scale per channel or group. Symmetric codes are in [-127, 127]."""
 
     def quantize(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         if symmetric and size < 0:
@@ -186,7 +187,7 @@ FP8_MAX = 448.0
 
 
 def _fp8(weight: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize blocks of rows x columns; return codes, scales of the blocks, dequantized."""
+    """Quantize blocks of rows x columns; return codes, scales of blocks and dequantized weights."""
     tall, wide = -(-weight.shape[0] // rows), -(-weight.shape[1] // columns)
     scales = torch.zeros(tall, wide)
     codes = torch.zeros(weight.shape, dtype=torch.float8_e4m3fn)

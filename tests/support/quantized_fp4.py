@@ -98,7 +98,7 @@ def nvfp4(modelopt: bool) -> Form:
 
 
 def _dynamic_map() -> Floats:
-    """Return 256 ascending values in [-1, 1], dense around 0, as a table for scales of 8 bits."""
+    """Return a table of codes for 8-bit scales: 256 ascending values in [-1, 1], dense around 0."""
     sizes = np.arange(128) / 127.0
     return np.concatenate((-(sizes[::-1] ** 2), sizes**2)).astype(np.float32).astype(np.float64)
 
@@ -135,7 +135,7 @@ def bitsandbytes(table: str, nested: bool) -> Form:
             tensors["weight.absmax"] = torch.from_numpy(scales).float()
         codes_of_4 = nearest(blocks / scales[:, None], values)
         flat = codes_of_4.reshape(-1)
-        # The first code is in the upper bits.
+        # bitsandbytes stores the first code in the upper bits of a byte.
         packed = (16 * flat[0::2] + flat[1::2]).astype(np.uint8)
         tensors["weight"] = torch.from_numpy(packed)[:, None]
         name = f"weight.quant_state.bitsandbytes__{table}"

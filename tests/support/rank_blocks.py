@@ -86,13 +86,14 @@ def moved(
 
 @dataclass
 class Sides:
-    """A sender and a served receiver, with the transfer results and the epochs that were read."""
+    """A sender and a served receiver, with the results of transfers and the epochs already read."""
 
     source: KvSender
     destination: KvReceiver
     peer: Peer
     verdicts: list[TransferResult] = field(default_factory=list)
-    read: list[int] = field(default_factory=list)  # epochs for which the source has read all blocks
+    # Epochs whose blocks the source has read completely.
+    read: list[int] = field(default_factory=list)
 
     def expect(self, stop: int, blocks: Sequence[int]) -> int:
         numbers = np.array(blocks, np.int32)

@@ -37,11 +37,11 @@ class RankProcesses:
     def result_of(
         self, use: Callable[[Engine], Any], model: Path, mesh: tuple[int, int, int], **config: Any
     ) -> Any:
-        """Return what `use`, a function in `tests.support`, returns for the worker's engine."""
+        """Run `use`, a function in `tests.support`, on the worker's engine; return its result."""
         self.begin(model, mesh, use, **config)
         found = [self.receive(rank) for rank in range(mesh[0] * mesh[1])]
         failures = [each for each in found if isinstance(each, Exception)]
-        if failures:  # a failed rank makes the other ranks fail too: report all errors
+        if failures:  # if a rank fails, the others fail too, so report all errors
             raise RuntimeError("; ".join(map(str, failures)))
         return found[0]
 
@@ -131,7 +131,7 @@ def _lead(
         engine = Engine(rank_config(model, mesh, **config), store=rendezvous.store)
         try:
             found = use(engine)
-            # The file asks to wait until the test kills a rank.
+            # The `.wait` file means that the test will kill a rank. Answer until then.
             if model.with_suffix(".wait").exists():
                 pipe.send("answering")
                 while True:
@@ -139,7 +139,7 @@ def _lead(
         finally:
             engine.stop()
     finally:
-        # Close last, because this cancels calls of other ranks that have not returned.
+        # Close the rendezvous last, because this cancels calls of ranks that have not returned.
         rendezvous.close()
     return found
 

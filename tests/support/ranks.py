@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-VOCAB_SIZE = 157  # a prime, so that no number of ranks divides it
+VOCAB_SIZE = 157  # no number of ranks divides this prime
 
 COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -142,7 +142,7 @@ def rank_config(model: Path, mesh: tuple[int, int, int] = (1, 1, 1), **more: Any
         "block_size": 4,
         "max_sequences": 8,
         "max_batched_tokens": 16,
-        # Long, to end only hangs: a rank that compiles may delay a collective.
+        # This long limit only ends hangs: compilation on one rank may delay a collective.
         "ranks_seconds": 200.0,
     }
     return WorkerConfig(name="ranks", model=model, tp=tp, pp=pp, ep=ep, **(sizes | more))
@@ -199,7 +199,7 @@ def agree(found: Answers, expected: Answers) -> None:
 
 def in_threads(num_ranks: int, work: Callable[[int, LocalStore], T]) -> list[T]:
     """Run `work(rank, store)` for every rank, each in a thread of this process."""
-    # Imported here because rendezvous imports grpc, which some machines lack.
+    # Import it here, because rendezvous imports grpc, which GPU machines may lack.
     from penstock.workers.parallel.rendezvous import LocalStore
 
     store = LocalStore()

@@ -10,10 +10,10 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
 ACK = END_STREAM = 1
 END_HEADERS = 4
-REFUSALS = (7, 11)  # REFUSED_STREAM, ENHANCE_YOUR_CALM
+REFUSALS = (7, 11)  # codes of REFUSED_STREAM and ENHANCE_YOUR_CALM
 INITIAL_WINDOW_SIZE = 4
 
-TIMEOUT_SECONDS = 60.0  # reached only in failing tests
+TIMEOUT_SECONDS = 60.0  # a limit that only failing tests reach
 
 
 class Frame(NamedTuple):
@@ -76,7 +76,7 @@ class RawHttp2:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.frames: list[Frame] = []
-        self.is_closed = False  # closed by the server
+        self.is_closed = False  # True once the server has closed the connection
         self._reader, self._writer = reader, writer
         self._changed = asyncio.Condition()
         self._task = asyncio.create_task(self._read())
@@ -98,7 +98,7 @@ class RawHttp2:
         return found()[0]
 
     async def status(self, stream: int) -> int:
-        """Wait for the status of a call, which must be the connection's first call."""
+        """Wait for the status of the first call of the connection."""
         trailer = await self.frame(HEADERS, stream, END_STREAM)
         found = re.search(rb"grpc-status.(\d+)", trailer.payload)
         assert found, trailer
@@ -137,7 +137,7 @@ class RawHttp2:
 async def raw_http2(
     address: str, *frames: Frame | bytes, source: str = "127.0.0.1"
 ) -> AsyncIterator[RawHttp2]:
-    """Connect to `host:port` from the address `source`; send the given frames, nothing else."""
+    """Connect to `host:port` from the address `source`, and send exactly these frames."""
     host, _, port = address.rpartition(":")
     client = RawHttp2(*await asyncio.open_connection(host, int(port), local_addr=(source, 0)))
     client.send(*frames)

@@ -30,14 +30,15 @@ def ray_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", "0123456789abcdef" * 2)
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    monkeypatch.setenv("RAY_worker_niceness", "0")  # as in the pods of the chart
+    monkeypatch.setenv("RAY_worker_niceness", "0")  # the pods of the chart set this too
     monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "1")
     # Unix socket paths in pytest's tmp_path would be too long.
     with tempfile.TemporaryDirectory(prefix="pn-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         for below in ("t", "ray"):
             (folder / below).mkdir()
-        monkeypatch.setenv("RAY_TMPDIR", name)  # where Ray stores the last cluster's address
+        # The folder in which Ray stores the address of its last cluster.
+        monkeypatch.setenv("RAY_TMPDIR", name)
         yield folder
 
 
@@ -65,7 +66,8 @@ class Nodes:
             node_drain.FOLDER_VARIABLE: str(self.leaving),
             **(env or {}),
         }
-        for _ in range(3):  # Ray's limit of 30 s may be too short on a busy machine
+        # Try again, because Ray's limit of 30 s may be too short on a busy machine.
+        for _ in range(3):
             done = subprocess.run(
                 command, env={**os.environ, **more}, capture_output=True, text=True, check=False
             )
@@ -121,8 +123,7 @@ class Nodes:
         }
         types[HEAD] = {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0}
         provider = {
-            # Name the provider's module: Ray's wheel lacks the defaults file that its short name
-            # needs.
+            # Name the provider's module: its short name needs a file that Ray's wheel lacks.
             "type": "external",
             "module": f"{FakeMultiNodeProvider.__module__}.{FakeMultiNodeProvider.__name__}",
             "gcs_address": f"127.0.0.1:{self.port}",

@@ -1,4 +1,4 @@
-"""Drives a request's state machine event by event, and builds a state machine in each state."""
+"""Drives the state machine of a request event by event, and builds one in any state."""
 
 from collections.abc import Callable
 
@@ -23,7 +23,7 @@ PROMPT = [5, 6, 7]
 
 
 class RequestHistory:
-    """A request's state machine; `commands` holds the commands of the last event."""
+    """The state machine of a request; `commands` holds the commands of the last event."""
 
     def __init__(self, **request: object) -> None:
         fields: dict[str, object] = {
@@ -91,7 +91,7 @@ def transferring() -> RequestHistory:
 
 
 def migrating() -> RequestHistory:
-    """Return a request of draining worker w whose live migration to v has started."""
+    """Return a request that migrates live from the draining worker w to v."""
     history = running()
     history.apply(lambda out: history.state.start_live_migration(V, out))
     return history

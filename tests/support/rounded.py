@@ -21,7 +21,7 @@ def fp8_rounded(weight: Tensor) -> Tensor:
 
 
 def int4_rounded(weight: Tensor) -> Tensor:
-    """Round each group of 32 inputs to 16 levels that contain 0 and span the group's range."""
+    """Round each group of 32 inputs to 16 evenly spaced levels over its range, including 0."""
     found = torch.empty_like(weight)
     for row in range(len(weight)):
         for first in range(0, weight.shape[1], GROUP):

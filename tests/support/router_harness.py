@@ -1,4 +1,4 @@
-"""A dispatcher with a clock, driven event by event."""
+"""A dispatcher with a clock, to which a test sends events one by one."""
 
 from collections.abc import Sequence
 

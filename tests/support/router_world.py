@@ -58,10 +58,10 @@ class Client:
     """One client: the tokens that it has received, and where its stop strings cut its answers."""
 
     request: Request
-    cuts: dict[int, int]  # choice -> length at which a stop string cuts the answer
+    cuts: dict[int, int]  # by choice: length at which a stop string cuts the answer
     answers: list[list[int]] = field(default_factory=list)
     ended: EndRequest | None = None
-    closed: set[int] = field(default_factory=set)  # choices with a finish reason
+    closed: set[int] = field(default_factory=set)  # choices that have a finish reason
     num_cached: int | None = None
 
     def expected(self) -> list[list[int]]:
@@ -113,10 +113,10 @@ class World:
         self.clients: dict[int, Client] = {}
         self.now = 0.0
         self.num_skipped = 0
-        self.num_stuck = 0  # workers reported as stuck
-        self.superseded: set[tuple[int, int]] = set()  # (request, attempt) of superseded attempts
-        self.first_cached: dict[int, int] = {}  # request -> first number of cached tokens
-        self.placed: dict[tuple[int, int], str] = {}  # (request, attempt) -> worker
+        self.num_stuck = 0  # number of workers that were reported as stuck
+        self.superseded: set[tuple[int, int]] = set()  # superseded attempts as (request, attempt)
+        self.first_cached: dict[int, int] = {}  # first number of cached tokens by request
+        self.placed: dict[tuple[int, int], str] = {}  # worker by (request, attempt)
         self.history: list[tuple[Event, float, list[Command]]] = []
         self._num_started = 0
         for info in infos:
@@ -160,7 +160,7 @@ class World:
                 self.clients[command.request].deliver_cached(command.num_cached)
 
     def _valid_tokens(self, event: Event) -> set[tuple[int, int, int]] | None:
-        """Return (request, choice, position) of the valid tokens of a Stepped event, else None."""
+        """Return (request, choice, position) of the valid tokens in a Stepped event, or None."""
         match event:
             case Yielded():
                 self.superseded.add((event.request, event.attempt))
@@ -212,7 +212,7 @@ class World:
             return
         self.workers[close.worker] = old.restarted(
             old.info.incarnation
-        )  # all sequences are dropped
+        )  # the worker drops all its sequences
         self.workers[close.worker].stuck = old.stuck
 
     # -------------------------------------------------------------- clients

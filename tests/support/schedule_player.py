@@ -29,17 +29,17 @@ class Schedule:
     """Arrival times of requests, and limits on each step."""
 
     max_batched_tokens: int = 64
-    num_blocks: int | None = None  # None: enough for all requests
-    # Step at which each request arrives; if empty, all arrive at step 0.
+    num_blocks: int | None = None  # None: as many blocks as all requests need
+    # Step at which each request arrives. If empty, all requests arrive at step 0.
     arrivals: tuple[int, ...] = ()
-    # Request -> number of steps until it is dropped and resumed.
+    # Requests that are dropped and resumed, with the number of steps before the drop.
     moved: dict[int, int] = field(default_factory=dict)
-    shared: bool = True  # prompts share the prefix cache
+    shared: bool = True  # True if prompts share the prefix cache
     threads: int = 1
 
 
 def play(engine: Engine, requests: Sequence[Request], schedule: Schedule) -> Bits:
-    """Run the requests; return their results, to be compared bitwise. The engine ends up empty."""
+    """Run the requests until the engine is empty; return results that can be compared bitwise."""
     player = _Player(engine, requests, schedule)
     with threads(schedule.threads):
         while player.left:

@@ -16,7 +16,7 @@ from penstock.loadtests.micro.server import free_ports
 
 NO_VARIABLES: Mapping[str, str] = {}
 
-TIMEOUT_SECONDS = 480.0  # seconds until a wait fails; generous for busy machines
+TIMEOUT_SECONDS = 480.0  # seconds after which a wait fails; long, because machines may be busy
 
 
 def wait_for(condition: Callable[[], bool], what: str, timeout: float = TIMEOUT_SECONDS) -> None:
@@ -27,8 +27,8 @@ def wait_for(condition: Callable[[], bool], what: str, timeout: float = TIMEOUT_
         time.sleep(0.05)
 
 
-# Command prefix that resets SIGINT, because shells start background jobs with SIGINT ignored. A
-# `preexec_fn` would need a fork, and a fork can abort in a process with gRPC's threads.
+# This prefix resets SIGINT, because shells start background jobs with SIGINT ignored.
+# A `preexec_fn` would need a fork, which can abort in a process with gRPC's threads.
 INTERRUPTIBLE = ("env", "--default-signal=INT")
 PENSTOCK = (sys.executable, "-m", "penstock.cli")
 

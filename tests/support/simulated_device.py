@@ -1,4 +1,4 @@
-"""A CPU in place of a GPU: it launches, captures and replays steps, and computes them at once."""
+"""A CPU that acts as a GPU: it launches, captures and replays steps, and computes at once."""
 
 import threading
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from penstock.kernels.mla.op import MlaPlan, plan_mla
 from penstock.workers.gpu import device_runner
 from penstock.workers.rank import rank_runtime
 
-UP_DIM = 24  # MLA `head_dim` of the test models
+UP_DIM = 24  # `head_dim` of the test models with MLA
 
 
 class Replays:
@@ -71,7 +71,7 @@ def host_latent(starts, contexts, tables, layer, rank, planner, max_context) -> 
 
 
 def _check_prepared(planner: TiledPlanner, starts: torch.Tensor, contexts: torch.Tensor) -> None:
-    """Check that the planner was prepared with the lengths that the device has."""
+    """Check that the host prepared the planner with the lengths that are now on the device."""
     lengths = planner.lengths
     assert lengths is not None
     assert lengths.query_starts.tolist() == starts.tolist()
@@ -93,8 +93,8 @@ def simulate_device(monkeypatch: pytest.MonkeyPatch) -> list[Replays]:
 
 
 def plan_on_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a `DeviceRunner` plan attention on the host, for the CPU forms of the kernels."""
+    """Let a `DeviceRunner` plan attention on the host, because the CPU kernels need this."""
     monkeypatch.setattr(native, "plan_attention_on_device", host_attention)
     monkeypatch.setattr(device_runner, "plan_mla_on_device", host_latent)
-    # On a CPU, the host chooses experts. `Replays` can capture such steps, unlike a CUDA graph.
+    # On a CPU, the host chooses the experts. A CUDA graph could not capture this; `Replays` can.
     monkeypatch.setattr(device_runner, "waits_for_device", lambda model: "")

@@ -33,7 +33,7 @@ def _kind(parameter: Any, value: object) -> object:
     """
     free = parameter.do_not_specialize
     if isinstance(value, Tensor):
-        # Allocations are aligned to more than 16 bytes; only a view may be unaligned.
+        # Allocations are always aligned to 16 bytes, so only a view may be unaligned.
         aligned = value.storage_offset() * value.itemsize % 16 == 0
         return value.dtype, free or aligned
     if isinstance(value, int) and not isinstance(value, bool):

@@ -81,7 +81,7 @@ class Model:
         functions: Sequence[Mapping[str, Any]] = FUNCTIONS,
         is_parallel: bool = True,
     ) -> str:
-        """Return the start of a text that the grammar allows."""
+        """Return the longest beginning of a text that the grammar allows."""
         matcher = self.matcher(prompt, functions, is_parallel)
         tokens = self.tokenizer.tokenizer.encode(text, add_special_tokens=False).ids
         for index, token in enumerate(tokens):

@@ -24,15 +24,16 @@ START_SECONDS = 30.0  # seconds
 class Behaviour:
     """Behaviour of the stub, and a record of its requests."""
 
-    per_message: int = 1  # tokens per message
-    refuse: int = 0  # refuse every n-th request; 0: none
-    refuse_after: int | None = None  # refuse all requests after this many
-    break_after: int | None = None  # messages before an error ends the answer
-    crash_after: int | None = None  # messages before the handler raises an exception
-    end_after: int | None = None  # messages before a truncated answer ends without error
-    skip: bool = False  # skip one token position
-    shorter_by: int = 0  # end answers this many tokens before max_tokens
-    hang: bool = False  # never answer
+    per_message: int = 1  # number of tokens in each message
+    refuse: int = 0  # n: refuse every n-th request; 0: refuse none
+    refuse_after: int | None = None  # n: answer n requests and refuse all later ones
+    break_after: int | None = None  # n: end the answer with an error after n messages
+    crash_after: int | None = None  # n: raise an exception in the handler after n messages
+    # N: end the answer without error after n messages, although it is incomplete.
+    end_after: int | None = None
+    skip: bool = False  # True: leave out one token position
+    shorter_by: int = 0  # n: end answers n tokens before max_tokens
+    hang: bool = False  # True: never answer
     usage: bool = True
     vocab_size: int = 1000
     max_model_len: int = 4096
@@ -57,7 +58,7 @@ class Behaviour:
             self.in_flight -= 1
 
     def messages(self, max_tokens: int) -> Iterator[tuple[int, int, bool]]:
-        """Yield (position, number of tokens, is the last) for each message of an answer."""
+        """Yield (position, number of tokens, True for the last) of each message."""
         length = max_tokens - self.shorter_by
         for position in range(0, length, self.per_message):
             count = min(self.per_message, length - position)
@@ -112,7 +113,7 @@ class StubInference(inference_pb2_grpc.InferenceServicer):
 
 
 def openai_app(behaviour: Behaviour) -> Starlette:
-    """Return an OpenAI-like application."""
+    """Return an application with OpenAI's API for completions and chats."""
 
     async def models(_: Request) -> Response:
         return JSONResponse({"object": "list", "data": [{"id": "stub", "object": "model"}]})
@@ -174,7 +175,7 @@ def _event(**choice: Any) -> str:
 
 @contextmanager
 def grpc_stub(behaviour: Behaviour) -> Iterator[str]:
-    """Serve in a thread; yield the address for the load generator."""
+    """Serve HTTP in a thread; yield the address for the load generator."""
     loop, ready = asyncio.new_event_loop(), threading.Event()
     port, done = 0, asyncio.Event()
 
@@ -189,7 +190,7 @@ def grpc_stub(behaviour: Behaviour) -> Iterator[str]:
         ready.set()
         await done.wait()
         await server.stop(grace=None)
-        # Wait for calls that are still ending: gRPC logs calls destroyed with the loop.
+        # Wait until all calls have ended; otherwise gRPC logs errors at the end of the event loop.
         if rest := asyncio.all_tasks() - {asyncio.current_task()}:
             await asyncio.wait(rest)
 
@@ -206,7 +207,7 @@ def grpc_stub(behaviour: Behaviour) -> Iterator[str]:
 
 @contextmanager
 def http_stub(behaviour: Behaviour) -> Iterator[str]:
-    """Serve in a thread; yield the address for the load generator."""
+    """Serve gRPC in a thread; yield the address for the load generator."""
     config = uvicorn.Config(
         openai_app(behaviour),
         port=0,

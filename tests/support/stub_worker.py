@@ -40,9 +40,9 @@ class Run:
     answer: Sequence[int]
     position: int  # position of the next token
     num_new: int = 0
-    is_running: bool = True  # False if it waits for a KV transfer or is kept under a lease
+    is_running: bool = True  # False while the run waits for a KV transfer or is under a lease
     choice: int = 0
-    others: list["Run"] = field(default_factory=list)  # other choices of the submission
+    others: list["Run"] = field(default_factory=list)  # runs of the submission's other choices
     has_ended: bool = False
 
     def open(self) -> list["Run"]:
@@ -106,17 +106,17 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
             eos_tokens=[END_TOKEN],
             vocab_size=1024,
         )
-        self.stepping = asyncio.Event()  # steps run while this event is set
+        self.stepping = asyncio.Event()  # steps run only while this event is set
         self.stepping.set()
-        self.steps = pb.StepRecords()  # sent in reply to a request for step records
-        self.reject: pb.Rejected | None = None  # if set, sent in reply to every Submit
+        self.steps = pb.StepRecords()  # reply to a request for step records
+        self.reject: pb.Rejected | None = None  # None, or the reply to every Submit
         self.hellos: list[pb.Hello] = []
         self.submits: list[pb.Submit] = []
         self.drops: list[pb.Drop] = []
-        self.runs: dict[tuple[int, int], Run] = {}  # by (request, attempt)
+        self.runs: dict[tuple[int, int], Run] = {}  # runs by (request, attempt)
         self.num_heartbeats = 0
         self.num_resyncs = 0
-        self.first_number = 2  # number of the first message after the welcome
+        self.first_number = 2  # number of the first message that the stub sends after the welcome
         self.logprobs: Callable[[int], tuple[float, Sequence[tuple[int, float]]]] = _logprobs
         self._out: asyncio.Queue[pb.ToRouter] = asyncio.Queue()
         self._epochs: dict[int, tuple[int, int]] = {}

@@ -37,7 +37,7 @@ def tiny_checkpoint(folder: Path, seed: int = 0) -> Path:
     generator = torch.Generator().manual_seed(seed)
 
     def weight(*shape: int) -> torch.Tensor:
-        # Weights are large, so that the next token depends on distant tokens and answers vary.
+        # Large weights make the next token depend on distant tokens, so that answers vary.
         return torch.randn(shape, generator=generator) * 0.3
 
     tensors = {

@@ -1,4 +1,4 @@
-"""Token histories, in the form that the sampler reads."""
+"""Histories of tokens as sequence tables, which the sampler reads."""
 
 from dataclasses import dataclass
 

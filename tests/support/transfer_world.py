@@ -62,7 +62,7 @@ PAIRS = [(each.source, each.destination) for each in ROUTES]
 
 @dataclass
 class Bytes:
-    """The bytes of a piece on a rank pair."""
+    """A data message on its way through a rank pair."""
 
     epoch: int
     index: int
@@ -73,11 +73,12 @@ class Bytes:
 class Pair:
     """The queues of one rank pair."""
 
-    orders: deque[Piece] = field(default_factory=deque)  # to be sent by the source's rank
+    orders: deque[Piece] = field(default_factory=deque)  # pieces that the source's rank has to send
     path: deque[Bytes] = field(default_factory=deque)
-    pieces: deque[tuple[Piece, WriteGate]] = field(default_factory=deque)  # to be received
+    # Pieces that the destination's rank has to receive.
+    pieces: deque[tuple[Piece, WriteGate]] = field(default_factory=deque)
     writing: tuple[Piece, WriteGate] | None = None
-    faulty: bool = False  # a fault may have changed the order of the bytes
+    faulty: bool = False  # True once a fault may have changed the order of the data
 
 
 class Channel:
@@ -86,7 +87,7 @@ class Channel:
     def __init__(self, incarnation: str, now: float) -> None:
         self.incarnation = incarnation
         self.protocol = SendProtocol(SOURCE_SHAPE.block_size, SECONDS, now)
-        self.generation = 0  # 0: the destination has not accepted the channel
+        self.generation = 0  # 0 until the destination has accepted the channel
         self.down: deque[Header | End | str] = deque(["connect"])
         self.up: deque[Credit | Outcome | str] = deque()
         self.pairs = {pair: Pair() for pair in PAIRS}
@@ -95,14 +96,14 @@ class Channel:
         self.sent: Counter[OutgoingTransfer] = Counter()
 
     def check_windows(self) -> None:
-        """Check that the number of announced messages is bounded."""
+        """Check that the number of announced messages does not exceed the window."""
         headers = Counter(each.pair for each in self.down if isinstance(each, Header))
         for key, pair in self.pairs.items():
             assert headers[key] + len(pair.orders) <= WINDOW
 
 
 def cells(rectangle: LayerHeadRange, start: int, stop: int) -> set[tuple[int, int, int]]:
-    """Return each layer, head and position of a rectangle over positions [start, stop)."""
+    """Return (layer, head, position) of each cell of a rectangle over positions [start, stop)."""
     layers = range(rectangle.first_layer, rectangle.last_layer)
     heads = range(rectangle.first_head, rectangle.last_head)
     return set(product(layers, heads, range(start, stop)))
@@ -115,13 +116,15 @@ class TransferWorld:
         self.now = 0.0
         self.target = ReceiveProtocol(TARGET_SHAPE, TARGET_RANKS, SECONDS)
         self.gates = [WriteGates() for _ in TARGET_RANKS]
-        self.drained: deque[tuple[int, int]] = deque()  # reports of ranks, by rank and epoch
+        # Reports of drained epochs, as (rank, epoch).
+        self.drained: deque[tuple[int, int]] = deque()
         self.expected: dict[int, ExpectedTransfer] = {}
         self.results: dict[int, TransferResult] = {}
-        self.written: dict[int, set[tuple[int, int, int]]] = {}  # cells by epoch
+        # Written (layer, head, position), by epoch.
+        self.written: dict[int, set[tuple[int, int, int]]] = {}
         self.channels: list[Channel] = []
         self.num_incarnations = 1
-        self.fault = ""  # fault of the next piece that is sent
+        self.fault = ""  # fault that applies to the next data message
 
     # ------------------------------------------------------------ the two workers
 
@@ -130,7 +133,7 @@ class TransferWorld:
         return str(self.num_incarnations)
 
     def open(self, start: int, stop: int) -> int:
-        """Make the destination expect positions [start, stop); return the epoch."""
+        """Let the destination expect positions [start, stop); return the epoch."""
         num_blocks = -(-stop // TARGET_SHAPE.block_size) - start // TARGET_SHAPE.block_size
         numbers = np.arange(num_blocks, dtype=np.int32)
         about = ("r", len(self.expected), 1)
@@ -141,7 +144,7 @@ class TransferWorld:
         return epoch
 
     def send(self, epoch: int, named: int, stop: int) -> None:
-        """Send the blocks that `epoch` expects, up to `stop`, in messages of epoch `named`."""
+        """Send blocks for `epoch`, up to `stop`, in messages that name the epoch `named`."""
         expected = self.expected[epoch]
         last, first = -(-stop // 4), expected.start // 4
         numbers = np.arange(last - first, dtype=np.int32)
@@ -175,7 +178,7 @@ class TransferWorld:
             self.run_source(channel)
 
     def wait(self, seconds: float) -> None:
-        """Let time pass, and check the deadlines."""
+        """Advance the clock by `seconds`, and check the deadlines."""
         self.now += seconds
         self.target.check_deadlines(self.now)
         self.run_target()
@@ -341,7 +344,7 @@ class TransferWorld:
                     assert channel.sent[outgoing] == 1
 
     def finish(self) -> None:
-        """Deliver everything, let all timeouts pass, and check that nothing is left."""
+        """Deliver all messages, let all timeouts expire, and check that no transfer is left."""
         for _ in range(4):
             self.deliver_everything()
             self.wait(SECONDS)

@@ -38,7 +38,7 @@ from penstock.workers.scheduling.sequence import Ints, StepPlan
 from penstock.workers.service.grpc_service import serve_worker
 
 DRAIN_SECONDS = 60.0
-TIMEOUT_SECONDS = 240.0  # seconds; generous for busy machines
+TIMEOUT_SECONDS = 240.0  # limit in seconds; long, because machines may be busy
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 

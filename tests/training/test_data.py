@@ -49,7 +49,7 @@ def test_assistant_turns_have_the_highest_loss_weights(kind: str) -> None:
         for token, weight in zip(
             batch.tokens[row].tolist(), batch.weights[row].tolist(), strict=True
         ):
-            # An answer runs from its marker to the token that predicts END.
+            # A position belongs to an answer from the answer's marker up to the token before END.
             is_answer = token == ASSISTANT or (is_answer and token != END)
             weights[is_answer].append(weight)
     assert min(weights[True]) > PROMPT_WEIGHT == max(weights[False])

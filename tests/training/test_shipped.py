@@ -14,7 +14,7 @@ from training.train import MODELS
 
 NAMES = ("demo", "demo-small")
 MEGABYTES = 20
-# A sample of SAMPLE examples may score up to SLACK below the claim by chance.
+# By chance, a sample of SAMPLE examples may score up to SLACK below the claimed score.
 SAMPLE, SLACK = 40, 0.08
 
 

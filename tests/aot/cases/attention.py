@@ -49,7 +49,8 @@ def _case(
     def call() -> None:
         slot = format_of(cached).slot_elements(head_dim)
         layer = meta(2, 1024, num_heads, 16, slot, dtype=cached)
-        # Decodes with long contexts, and a chunk if `max_query` is not 1: some sequences are split.
+        # Some sequences of this batch are split: it has long decodes, and a chunk if `max_query` >
+        # 1.
         lengths = np.array([*7 * [1], max_query])
         starts, contexts = np.cumsum([0, *lengths]), np.full(8, 4100)
         tables = np.zeros((8, 257), np.int32)
@@ -58,11 +59,11 @@ def _case(
         query = fused[:, : group * num_heads]
         paged_attention(query, layer, plan, scores)
 
-    # With codes, `attend_kernel` also loads rows 16 bytes at a time. But many small loads read
-    # block numbers and scales: less than half of the bytes are loaded 16 at a time, as `streams`
-    # requires.
+    # A cache of codes also needs many small loads, of block numbers and scales.
+    # Less than half of the bytes are then loaded 16 at a time, which `streams` would require.
     streams = [] if cached.itemsize == 1 else ["attend_kernel"]
-    if not one_path:  # otherwise the merge reads single partitions, mostly with scalar loads
+    # With `one_path`, the merge reads single partitions, mostly with scalar loads.
+    if not one_path:
         streams.append("merge_kernel")
     return AotCase(
         name,

@@ -24,7 +24,7 @@ def _expert_cases() -> Iterator[AotCase]:
         gate: GatedActivation,
         num_divided: int | None = None,
     ) -> Tensor:
-        """Run a layer that chooses 8 experts per token; `num_divided`: see the operation."""
+        """Run a layer with 8 experts per token; `num_divided` is passed to the operation."""
         gate_up, down = meta(num_experts, 2 * inner, size), meta(num_experts, size, inner)
         if gate.kind == "clamped":
             stacks = ExpertWeights(

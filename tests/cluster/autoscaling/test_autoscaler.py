@@ -20,7 +20,8 @@ from penstock.common.worker_load import WorkerLoad
 
 RATE = 1000.0  # prompt tokens per second of one worker
 LIMITS = PoolLimits(least=0, most=64)
-NUM_BLOCKS = 600_000  # per worker; all fractions of it in these tests are whole numbers of blocks
+# Blocks of one worker; every fraction of it in these tests is a whole number of blocks.
+NUM_BLOCKS = 600_000
 
 
 def worker(
@@ -84,7 +85,7 @@ def test_prefill_pool_grows_with_arrivals_before_a_queue_builds_up() -> None:
 
 
 def feed(scaler: Autoscaler, arrived: list[int], count: int = 1, every: float = 5.0) -> Decision:
-    """Add each number of `arrived` tokens, one per interval; return the last decision."""
+    """Let `arrived` tokens arrive, one number per interval; return the last decision."""
     total = 0
     for step, tokens in enumerate(arrived):
         now = step * every
@@ -109,7 +110,8 @@ def test_pool_is_sized_for_the_largest_recent_burst() -> None:
 
 def test_headroom_applies_to_the_excess_of_bursts_over_the_average() -> None:
     scaler = Autoscaler({"prefill": LIMITS}, policy=ScalingPolicy(headroom=0.5))
-    decision = feed(scaler, [0, 20_000, 0, 0, 0, 0])  # 4000 per second in the burst, 800 on average
+    # 4000 tokens per second arrive in the burst, and 800 on average.
+    decision = feed(scaler, [0, 20_000, 0, 0, 0, 0])
     assert decision.occupancy_term == pytest.approx(4.0 + 0.5 * 3.2)
     even = feed(Autoscaler({"prefill": LIMITS}, policy=ScalingPolicy(headroom=0.5)), [20_000] * 30)
     assert even.occupancy_term == pytest.approx(4.0 / LIMITS.busy)
@@ -134,7 +136,7 @@ def test_a_burst_is_remembered_for_twenty_cold_starts() -> None:
 
 def test_pool_does_not_shrink_before_the_burst_memory_is_full() -> None:
     scaler, sizes = Autoscaler({"mixed": LIMITS}, policy=ScalingPolicy(down=10, down_step=0)), []
-    for now in range(0, 30, 5):  # bursts are remembered for 25 s
+    for now in range(0, 30, 5):  # a burst is remembered for 25 s
         (decision,) = scaler.decide({"mixed": PoolInputs(workers(3, now, running=1))}, now)
         sizes.append(decision.desired)
     assert sizes == [3, 3, 3, 3, 3, 2]
@@ -148,8 +150,8 @@ def test_share_of_the_initial_size_is_kept_and_fades() -> None:
         if decision.desired != count:
             sizes.append((now, decision.desired))
         count = decision.desired
-    # At first, the pool keeps 65% of its nine initial workers. This share falls to 0 in two hours.
-    # So the pool keeps five workers at first, and four after about a seventh of the two hours.
+    # The pool at first keeps 65% of its nine initial workers, that is, five workers.
+    # This share falls to 0 in two hours: after a seventh of this time, four workers are kept.
     assert sizes[:4] == [(10, 8), (15, 7), (20, 6), (25, 5)]
     assert sizes[4][1] == 4
     assert 1046 < sizes[4][0] < 1066
@@ -177,9 +179,7 @@ def test_recent_burst_does_not_keep_the_last_worker() -> None:
 def test_work_done_before_a_new_worker_could_serve_adds_no_worker() -> None:
     state = PoolInputs(workers(4), waiting=9, waiting_tokens=30_000, cold_start=30.0)
     assert first("prefill", state).desired == 4
-    more = replace(
-        state, waiting_tokens=340_000
-    )  # 220 s of one worker's work are left, to be done in 31 s
+    more = replace(state, waiting_tokens=340_000)  # work of 220 s for one worker, due in 31 s
     assert first("prefill", more).queue_term == pytest.approx(220 / 31)
     starting = replace(more, pending=3)
     assert first("prefill", starting).desired == 7
@@ -387,8 +387,8 @@ def sizes_of(
 ) -> list[tuple[float, int]]:
     """Return occupancy term and desired size after each arrival, for a pool that stays at size 3.
 
-    The policy needs `down_step=0`. Otherwise an earlier decision to shrink would delay the next
-    decision, although the pool here never shrinks.
+    The policy must have `down_step=0`. With another value, a decision to shrink would delay the
+    next one, although the pool here keeps its size.
     """
     now, total, found = 0.0, 0, []
     for seconds, tokens in arrived:
@@ -404,7 +404,7 @@ def sizes_of(
 def test_additional_arrivals_never_lower_the_desired_size(
     arrived: list[tuple[float, int]], data: st.DataObject, more: int, cold_start: float
 ) -> None:
-    """Without headroom, extra arrivals at any time never lower a value at any later time."""
+    """If the policy has no headroom, additional arrivals never lower any later value."""
     at = data.draw(st.integers(0, len(arrived) - 1))
     additional = list(arrived)
     additional[at] = arrived[at][0], arrived[at][1] + more
@@ -441,7 +441,7 @@ def test_multiplied_arrivals_never_lower_the_desired_size(
 def test_kept_share_of_the_initial_size_fades_linearly(
     first: int, sizes: list[tuple[float, int]], hedge: float
 ) -> None:
-    """An idle pool's occupancy term is the kept share of its initial size, at any current size."""
+    """The occupancy term of an idle pool depends on its initial size, not on its current size."""
     scaler, now = Autoscaler({"prefill": LIMITS}, policy=ScalingPolicy(hedge=hedge)), 0.0
     for seconds, size in [(0.0, first), *sizes]:
         now += seconds
@@ -459,7 +459,7 @@ def test_with_a_ttft_slo_repeated_bursts_set_the_size_by_the_allowed_late_share(
         )
         total = 0
         for now in range(0, 1800, 5):
-            total += 40_000 if now % 300 == 0 else 0  # 40 s of work for one worker
+            total += 40_000 if now % 300 == 0 else 0  # one worker needs 40 s for these tokens
             load = workers(6, now, running=1)
             state = PoolInputs(load, arrived_tokens=total, cold_start=30.0)
             (decision,) = scaler.decide({"prefill": state}, now)
@@ -475,12 +475,12 @@ def test_with_a_ttft_slo_repeated_bursts_set_the_size_by_the_allowed_late_share(
 def test_periodic_bursts_within_the_memory_do_not_change_the_size(
     period: list[int], every: int
 ) -> None:
-    period = [*period, 10_000]  # work for at least two workers
+    period = [*period, 10_000]  # one burst that needs at least two workers
     scaler = Autoscaler(
         {"prefill": LIMITS}, policy=ScalingPolicy(down=20 * every, down_step=0, up=0, headroom=0)
     )
     count, total, sizes = 1, 0, []
-    # The first arrivals have no rate over a whole window, so run until they are forgotten.
+    # The first arrivals have no rate over a whole window. Run until these are forgotten.
     for step in range(120 + 16 * len(period)):
         now = float(step * every)
         total += period[step % len(period)]

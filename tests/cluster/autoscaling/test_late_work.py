@@ -36,7 +36,7 @@ def test_burst_may_be_computed_during_its_interval_and_the_allowed_wait() -> Non
 
 
 def test_late_work_is_dropped_and_does_not_delay_later_work() -> None:
-    """If late work were kept, a pool of two would be late for some time after the burst."""
+    """A burst makes work late. If this work were kept, it would delay a pool of two afterwards."""
     burst = [(5.0, 100.0), (5.0, 5.0), (5.0, 5.0)]
     lost = 100.0 - 2 * 5.0 - 2 * 4.0
     share = lost / (110.0 * 3600 / 15)
@@ -45,7 +45,7 @@ def test_late_work_is_dropped_and_does_not_delay_later_work() -> None:
 
 
 def test_load_longer_than_a_cold_start_needs_no_workers_in_advance() -> None:
-    """If a pool grows in 30 s, it is late for only part of a ten-minute load of four workers."""
+    """A pool that grows in 30 s is late only at the start of a load of ten minutes."""
     even = [(5.0, 2.5)] * 240
     lasting = [*even, *[(5.0, 20.0)] * 120, *even]
     assert after(lasting).smallest_size(0.05) == 4
@@ -60,7 +60,7 @@ def test_sizes_that_are_always_late_do_not_hide_the_need_for_bursts() -> None:
 
 
 def test_old_work_is_forgotten() -> None:
-    quiet = [(5.0, 5.0)] * 2160  # three hours
+    quiet = [(5.0, 5.0)] * 2160  # 2,160 intervals of 5 s are three hours
     assert after([(5.0, 300.0)], most=40).smallest_size(0.001) > 1
     assert after([(5.0, 60.0), *quiet]).smallest_size(0.001) == 1
 

@@ -1,4 +1,4 @@
-"""The readiness probe checks the age of the file that a worker on its node updates."""
+"""The readiness probe checks the age of the file that a worker in its pod updates."""
 
 import asyncio
 import os

@@ -27,7 +27,7 @@ def spec(**pools: PoolSpec) -> ClusterSpec:
 
 
 def node(name: str, cpus: float = 4.0, gpus: int = 0, **labels: str) -> Node:
-    """Return a node; `a1` is in zone a, and a name without a digit has no zone."""
+    """Return a node. The letter of its name is its zone; a name without a digit has no zone."""
     zone = {ZONE: name[0]} if name[1:].isdigit() else {}
     return Node(name, cpus, gpus, zone | labels)
 
@@ -267,14 +267,14 @@ def test_locality_loses_no_placement_and_its_nodes_have_enough_resources(
         assert placements == apart
         assert "\n" not in str(placements)
         return
-    # With locality, the same workers must be placed, and each must still get enough CPUs.
+    # With and without locality, the same workers are placed, and each gets enough CPUs.
     assert [each.name for each in placements] == [each.name for each in apart]
     for near, far in zip(placements, apart, strict=True):
         assert near.gpus == far.gpus
         assert near.cpus >= (min(far.cpus, 2.0) if far.gpus else far.cpus - ROUTER_CPUS) - 0.011
         pool = getattr(cluster.pools, near.role)
         assert near.labels == far.labels == pool.selector
-    # All workers share one set of zones: a proper subset with room for all initial workers.
+    # All workers share some of the zones, which together have room for all initial workers.
     sets = {str(each.near) for each in placements if each.near}
     assert len(sets) <= 1
     if sets:
@@ -305,7 +305,7 @@ def selects(one: WorkerPlacement, node: Node) -> bool:
     return all(fits(allowed, node.labels.get(key)) for key, allowed in one.selector(True).items())
 
 
-# All workers have one rank and equal size, so that the order of packing does not matter.
+# All workers are equal, so the order in which they are packed does not matter.
 EQUAL = st.builds(
     PoolSpec,
     replicas=st.integers(1, 2),
@@ -333,7 +333,7 @@ def test_workers_share_one_zone_if_it_can_hold_them(
 
 
 def has_room(nodes: Sequence[Node], zone: str | None, *pools: PoolSpec) -> bool:
-    """Return whether the workers (1 CPU each) fit the zone, by Hall's condition for two pools."""
+    """Return whether the workers fit the zone: Hall's condition for two pools, 1 CPU per worker."""
     here = [each for each in nodes if each.labels.get(ZONE) == zone]
     sizes = [
         sum(int(each.cpus) for each in here if match(pool.selector, each.labels)) for pool in pools

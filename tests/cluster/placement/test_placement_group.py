@@ -19,7 +19,7 @@ ANYWHERE: dict[str, str] = {}
 
 
 class FakeRay:
-    """A fake Ray. Check number `looks` finds a group placed, unless its selector is in `full`."""
+    """A fake Ray, which places a group at check number `looks` unless `full` has its selector."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, looks: int = 1) -> None:
         self.looks = looks

@@ -50,7 +50,7 @@ async def test_worker_whose_node_is_lost_while_it_starts_is_killed(
     if serves:
         await worker.on_ready("here:1")
     reservation.exists = False
-    if serves:  # a serving worker's death is detected elsewhere
+    if serves:  # The death of a serving worker is detected by other code.
         for _ in range(100):
             await asyncio.sleep(0)
         assert not killed.is_set()

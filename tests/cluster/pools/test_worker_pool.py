@@ -229,9 +229,10 @@ async def test_reassigned_worker_is_neither_counted_nor_removed(pool: Pool) -> N
         worker.has_drained.set()
     await pool.until(lambda: pool.phases[1:] == [Phase.EMPTY] * 2)
     assert pool.workers[0].happened == ["made"]
-    pool.workers[0].dies.set()  # the replacement keeps the role
+    pool.workers[0].dies.set()  # The worker dies; its replacement must keep the role.
     await pool.until(lambda: pool.phases[0] is Phase.PENDING)
     assert pool.worker_pool.phases(reassigned)["decode-0"] is Phase.REASSIGNED
     await pool.until(lambda: pool.phases[0] is Phase.SERVING)
-    pool.worker_pool.scale_to(0, {})  # the worker is no longer reassigned
+    # Without `reassigned`, the worker counts as a worker of its pool again.
+    pool.worker_pool.scale_to(0, {})
     await pool.until(lambda: pool.phases[0] is Phase.DRAINING)

@@ -115,7 +115,8 @@ async def test_progress_that_arrives_after_the_start_is_dropped(actor: FakeActor
     await handle.start("config")
     reminders("router 0", Ready(2.0))
     line = LogLine("a request failed")
-    actor.events.put_nowait([Progress("loading libraries"), line])  # Progress was sent before Ready
+    # `Progress` is received late here: it was sent before `Ready`.
+    actor.events.put_nowait([Progress("loading libraries"), line])
     actor.events.put_nowait(ActorDiedError())
     await handle.death()
     assert reported[1:] == [Ready(2.0), line]

@@ -20,7 +20,7 @@ class Node:
 
 
 def test_freeze_heap_excludes_present_objects_from_later_collections() -> None:
-    gc.unfreeze()  # what was frozen before the first test
+    gc.unfreeze()  # undo a freeze by code that ran before this test
     try:
         dead, kept = Node(), Node()
         dead.other, kept.other = dead, kept

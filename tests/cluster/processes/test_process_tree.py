@@ -18,7 +18,7 @@ sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
 print(subprocess.Popen(sleeper, stdout=2, start_new_session=True).pid)
 """
 
-# Starts processes all the time, so a single list of processes would miss new ones.
+# This program starts processes without pause, so one list of processes would miss new ones.
 FORK_LOOP = """
 import subprocess
 while True:
@@ -26,7 +26,7 @@ while True:
 """
 
 
-# The main thread exits, so that the process looks like a zombie while another thread runs.
+# The main thread exits while another thread runs, so the process looks like a zombie.
 HEADLESS = """
 import ctypes, threading
 threading.Thread(target=input).start()

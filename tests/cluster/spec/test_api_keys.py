@@ -128,7 +128,7 @@ def test_errors_of_the_cluster_file_do_not_contain_keys(content: dict[str, Any])
 
 
 def test_specification_does_not_show_where_keys_are() -> None:
-    # A key that was written in place of a file or variable by mistake must not reach a log.
+    # A key that was written by mistake in place of a file or variable must not be logged.
     content = {"router": {"api_key_file": "sk-top"}, "keys": {"ops": {"env": "sk-top"}}}
     assert "sk-top" not in repr(parse(content))
 

@@ -209,7 +209,7 @@ def piece_entries(writer: gguf.GGUFWriter) -> None:
 
 
 def sentence_piece(text: str) -> list[int]:
-    """Encode like SentencePiece's BPE: repeatedly join the neighbours whose token scores best."""
+    """Encode as SentencePiece's BPE does: repeatedly join the adjacent pair with the best score."""
     tokens, scores, kinds = pieces()
     ids = {token: index for index, token in enumerate(tokens) if kinds[index] == NORMAL}
     parts = list("\u2581" + text.replace(" ", "\u2581"))
@@ -236,7 +236,8 @@ def test_sentence_piece_ids_are_those_of_its_algorithm(
     text: str, piece_tokenizer: ModelTokenizer
 ) -> None:
     found = piece_tokenizer.encode(text)
-    assert found == [1, *sentence_piece(text)]  # BOS is added unless the file denies it
+    # The tokenizer adds BOS (1), unless the file says that it does not.
+    assert found == [1, *sentence_piece(text)]
     assert piece_tokenizer.token_bytes.decode(found) == text
 
 

@@ -25,7 +25,7 @@ from penstock.common.text.tokenizer import ModelTokenizer
 from tests.support.tokenizers import KINDS, id_of, write_folder
 
 TOKENIZER = ModelTokenizer(Path(__file__).parents[3] / "penstock" / "models" / "demo")
-END, VOCAB_SIZE = 2, 2100  # VOCAB_SIZE exceeds the number of tokens
+END, VOCAB_SIZE = 2, 2100  # some ids below VOCAB_SIZE have no token
 VOCABULARY = GrammarVocabulary(TOKENIZER, VOCAB_SIZE, [END])
 
 SCHEMA = json_schema(
@@ -203,7 +203,7 @@ def test_masks_of_broken_matchers_allow_no_token() -> None:
 
 
 def random_masks(vocabularies: Sequence[GrammarVocabulary], wanted: StructuredOutputs) -> list[Any]:
-    """Follow a random answer; return the tokens that each vocabulary allows at each place."""
+    """Follow a random answer; return the tokens that each vocabulary allows at each position."""
     numbers, found = random.Random(3), list[Any]()
     matchers = [each.compile(wanted).matcher() for each in vocabularies]
     while len(found) < 60:
@@ -227,7 +227,7 @@ def test_masks_are_those_of_the_librarys_own_reading(tmp_path: Path, kind: str) 
         masks = random_masks((ours, theirs), schema)
         assert len(masks) > 3
         for own, other in masks:
-            # The library takes the added token `<tool>`, which is text, for a control token.
+            # The library treats `<tool>`, an added token with ordinary text, as a control token.
             assert [
                 each for each in own if tokenizer.token_bytes.bytes_of(each) != b"<tool>"
             ] == other
@@ -262,7 +262,7 @@ def test_added_tokens_that_are_text_are_allowed_in_text(tmp_path: Path, kind: st
     found = allowed(vocabulary.compile(StructuredOutputs("regex", "(.|\n)*")).matcher())
     assert text in found
     assert control not in found
-    # A forced text has the tokens that the model has learned.
+    # If a grammar forces a text, the matcher allows the token that stands for this text.
     forced = vocabulary.compile(StructuredOutputs("choice", '["a<tool_call>b"]')).matcher()
     assert forced.advance(model.encode("a", add_special_tokens=False)[-1:])
     assert allowed(forced) == [text]
@@ -275,6 +275,6 @@ def test_end_tokens_that_are_not_special_are_no_text(tmp_path: Path, kind: str) 
     end = id_of(tokenizer, "<end_of_turn>")
     model = ModelTokenizer(write_folder(tmp_path / "model", tokenizer))
     vocabulary = GrammarVocabulary(model, model.vocab_size, [END, end])
-    # One character at least: the answer is not complete yet.
+    # The regex requires at least one character, so the empty answer is not complete.
     found = allowed(vocabulary.compile(StructuredOutputs("regex", "(.|\n)+")).matcher())
     assert end not in found

@@ -54,7 +54,7 @@ def test_prompt_has_only_the_control_tokens_of_the_template(
 ) -> None:
     tokens = encode_chat(tokenizer, messages)
     control = [token for token in tokens if token in tokenizer.token_bytes.special]
-    # A character without a token becomes <unk>, a control token that does not end a turn.
+    # A character without a token becomes <unk>. This control token does not end a turn.
     assert [token for token in control if token != UNKNOWN] == [BOS, *[EOS] * len(messages)]
 
 
@@ -67,7 +67,7 @@ def test_messages_without_control_tokens_are_encoded_in_one_piece(
         for name in SPECIAL:
             message["content"] = message["content"].replace(name, "")
     if any(name in message["content"] for message in messages for name in SPECIAL):
-        return  # removing one control token has formed another
+        return  # after the removal, the text around a control token forms another one
     ((text, _),) = renderer_of(tokenizer).render(messages)
     expected = tokenizer.tokenizer.encode(text, add_special_tokens=False).ids
     assert encode_chat(tokenizer, messages) == expected

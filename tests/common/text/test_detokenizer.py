@@ -57,7 +57,7 @@ def test_feed_token_returns_the_text_that_feed_returns(
     options = StopOptions(skip_special_tokens=skip_special_tokens)
     fast, general = (IncrementalDetokenizer(PIECES[name], options) for _ in range(2))
     for number, token in enumerate(tokens):
-        # `feed` and `feed_token` may be mixed: a resumed answer starts with `feed`.
+        # A resumed answer starts with `feed`, so `feed` and `feed_token` may be mixed.
         text = fast.feed((token,)).text if number % 3 == 2 else fast.feed_token(token)
         assert text == general.feed((token,)).text
     assert fast.feed((), ended=True).text == general.feed((), ended=True).text
@@ -124,7 +124,7 @@ def test_a_stop_string_over_several_tokens_cuts_text_and_tokens() -> None:
     answer = IncrementalDetokenizer(PIECES["byte-level"], StopOptions(stop=(stop,)))
     delta = answer.feed(tokens)
     assert (delta.text, delta.stop) == ("see the laz", stop)
-    # The last token that is kept completes the stop string.
+    # `delta.num_tokens` counts the tokens up to the one that completes the stop string.
     pieces = PIECES["byte-level"]
     assert stop in pieces.decode(tokens[: delta.num_tokens], skip_special_tokens=True)
     assert stop not in pieces.decode(tokens[: delta.num_tokens - 1], skip_special_tokens=True)

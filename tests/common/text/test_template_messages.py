@@ -98,7 +98,8 @@ def test_reasoning_has_the_name_that_the_template_reads(name: str) -> None:
 def test_reasoning_has_no_names_that_the_template_does_not_read() -> None:
     message = {"role": "assistant", "content": "x", "reasoning_content": "why"}
     template = "{% for m in messages %}{{ m | length }}{{ m.thinking }}{% endfor %}"
-    assert render(template, message) == "4why"  # role, content, reasoning_content, thinking
+    # The message has four keys: role, content, reasoning_content and thinking.
+    assert render(template, message) == "4why"
 
 
 def test_template_gets_tools_names_and_results() -> None:

@@ -28,7 +28,7 @@ def test_decoded_text_equals_that_of_the_tokenizer(
     expected = TOKENIZERS[name].decode(tokens, skip_special_tokens=not keep_special)
     text = PIECES[name].decode(tokens, not keep_special)
     if name == "byte-fallback" and "\ufffd" in expected:
-        # The library replaces every byte of an invalid run, even bytes that are valid UTF-8.
+        # The library replaces every byte of an invalid run, even bytes of valid UTF-8.
         assert 0 < text.count("\ufffd") <= expected.count("\ufffd")
         return
     assert text == expected
@@ -40,7 +40,7 @@ def test_encode_then_decode_returns_the_text(name: str, text: str) -> None:
     if name == "byte-fallback":
         text = text.removeprefix("▁").replace("▁", " ")
         if text.startswith(" "):
-            return  # Metaspace adds no second space
+            return  # if a text begins with a space, Metaspace adds no other space
     assert PIECES[name].decode(tokens, skip_special_tokens=True) == text
 
 

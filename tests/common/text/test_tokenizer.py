@@ -34,7 +34,7 @@ def test_chat_prompt_has_exactly_one_bos(folder: Path) -> None:
 
 
 def bad_words_of_vllm(tokenizer: Tokenizer, words: list[str]) -> list[list[int]]:
-    """Return the token sequences that vLLM bans for these words."""
+    """Return the token sequences that vLLM bans for these bad words."""
     banned: list[list[int]] = []
     for word in words:
         bare, spaced = (

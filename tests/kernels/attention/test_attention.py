@@ -24,7 +24,7 @@ from tests.support.batches import Batch, make_batch, poison
 def forced_form(
     reads_in_place: bool, max_in_place: int = torch_gather.MAX_PADDING
 ) -> Iterator[None]:
-    """Make plans read chunks of up to `max_in_place` positions in place, or gather all KV."""
+    """Let plans read chunks of up to `max_in_place` positions in place, or gather all KV."""
     with (
         mock.patch.object(attention, "supports_cpu_paged", return_value=reads_in_place),
         mock.patch.object(torch_gather, "MAX_PADDING", max_in_place),
@@ -131,7 +131,7 @@ def test_bfloat16() -> None:
 def test_codes_with_scales(
     name: str, dtype: torch.dtype, reads_paged: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Numba loops read the blocks in place; without them, torch dequantizes gathered blocks."""
+    """With `reads_paged`, numba loops read blocks in place; otherwise, torch dequantizes them."""
     monkeypatch.setattr(attention, "supports_cpu_paged", lambda *_: reads_paged)
     batch, num_blocks = make_batch([(1, 40), (9, 30), (4, 4), (1, 700)], 16, 0)
     features = torch.randn(2, num_blocks, 2, 16, 8) * torch.rand(2, num_blocks, 2, 16, 1) * 4
@@ -230,7 +230,7 @@ def test_a_bfloat16_cache_is_computed_in_float32(
         with forced_form(reads_in_place, max_in_place):
             plans = [plan_attention(*batch, x, window, one_path) for x in (narrow, narrow.float())]
         found = paged_attention(query, narrow, plans[0], scores)
-        if one_path:  # torch's own kernels may depend on the strides
+        if one_path:  # torch's own kernels may give other bits for other strides
             wide = paged_attention(query, narrow.float(), plans[1], scores)
             assert torch.equal(found, wide)
         torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-5)
@@ -276,7 +276,7 @@ def test_in_place_nan_and_inf_in_a_slot_reach_the_output(side: int, value: float
 
 
 def test_in_place_scores_beyond_the_range_of_exp() -> None:
-    """Softmax weights go from 1 to 0, with score differences for which float32 `exp` underflows."""
+    """Score differences are so large that float32 `exp` underflows: a weight falls to 0."""
     batch, num_blocks = make_batch([(1, 50)], 16, 0)
     layer, query = torch.randn(2, num_blocks, 1, 16, 8) * 30, torch.randn(1, 1, 8) * 30
     exact = paged_attention_reference(query.double(), layer.double(), *batch)

@@ -119,7 +119,7 @@ def make_backend(name: str, request: AttentionRequest) -> AttentionBackend:
 def test_steps_agree_with_the_reference(
     name: str, change: dict[str, Any], modules: dict[str, ModuleType]
 ) -> None:
-    """Chunks, decode steps and steps of one graph after another, with queries that are views."""
+    """Run chunks, decode steps and graph steps one after another, with strided queries."""
     request = replace(REQUEST, **change)
     backend = make_backend(name, request)
     try_backend(backend, request, CPU)
@@ -163,7 +163,7 @@ def test_steps_agree_with_the_reference(
 
 
 def choose(name: str, request: AttentionRequest, caplog: pytest.LogCaptureFixture) -> str:
-    """Return the name of the chosen backend, which the log must have named."""
+    """Return the name of the chosen backend, and check that the log names this backend."""
     caplog.clear()
     with caplog.at_level(logging.INFO, "penstock.kernels.attention.backends.choice"):
         found = choose_attention_backend(name, request, CPU)

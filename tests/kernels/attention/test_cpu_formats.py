@@ -63,7 +63,7 @@ def test_attention_equals_float64_attention_over_the_dequantized_cache(
 
 @pytest.mark.parametrize("name", ["fp8", "int8"])
 def test_bits_are_those_of_a_float32_cache_of_the_dequantized_features(name: str) -> None:
-    """Each feature is exactly code x scale, so chunks and single tokens read equal values."""
+    """A feature is exactly code x scale, so attention reads the same values as from float32."""
     batch, num_blocks = make_batch([(1, 40), (20, 61), (8, 8)], 16, seed=1)
     layer = cache_of(torch.randn(2, num_blocks, 2, 16, 40), FORMATS[name], batch)
     query = torch.randn(int(batch[0][-1]), 6, 40)
@@ -72,10 +72,10 @@ def test_bits_are_those_of_a_float32_cache_of_the_dequantized_features(name: str
 
 
 def test_all_fp8_codes_and_float16_scales_are_converted_exactly() -> None:
-    """With one position, the softmax weight is 1 and the output is the value itself."""
+    """There is a single position, so the softmax weight is 1 and the output is the value itself."""
     form = FORMATS["fp8"]
     numbers = torch.arange(256)
-    numbers = numbers[numbers % 128 != 127].to(torch.uint8)  # without the two NaN codes
+    numbers = numbers[numbers % 128 != 127].to(torch.uint8)  # leave out the two codes that are NaN
     numbers = torch.cat((numbers, numbers[:2])).view(8, 32)
     finite = torch.arange(0x7C00, dtype=torch.int16).view(torch.float16)
     scale = torch.cat((finite[:8], finite[1020:1028], finite[-8:], torch.rand(40).half()))

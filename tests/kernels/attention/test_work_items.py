@@ -1,4 +1,4 @@
-"""Work items of attention: they cover every position once, in equal shares, whatever the batch."""
+"""Work items of attention cover every position once, in equal parts, for any batch."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -18,7 +18,7 @@ from penstock.kernels.attention.work_items import (
 )
 from tests.support.mutants import Change, mutant_of
 
-H100 = 132  # multiprocessors
+H100 = 132  # number of multiprocessors of an H100
 
 SHAPES = st.builds(
     lambda heads, group, few, chunk, programs, row_bytes: WorkShape(
@@ -122,7 +122,8 @@ def check_shares(work: StepWork, one_path: bool, shape: WorkShape) -> None:
     unit = 1 if one_path else sound.QUANTUM
     loads = [costs[begin:end].sum() for begin, end in pairwise(starts)]
     share = -(-costs.sum() // (unit * shape.num_workers)) * unit
-    tall = shape.group > shape.few_rows  # a token has several tiles, each with an item of its own
+    # If a token has several tiles, each tile has an item of its own.
+    tall = shape.group > shape.few_rows
     assert max(loads) <= share + (costs.max() if tall else 0)
 
 
@@ -158,7 +159,7 @@ def test_positions_of_a_shared_prefix_are_left_out(
 def test_one_path_partitions_depend_on_the_sequence_only(
     lengths: list[tuple[int, int]], window: int, shape: WorkShape, num_programs: int
 ) -> None:
-    """In a batch, and alone on another device, each item that is not in order has one partition."""
+    """Every item outside the ordered list computes one partition, also on another device."""
     work = make(lengths, window, True, shape)
     for number, own in enumerate(lengths):
         other = shape._replace(few_programs=num_programs, chunk_programs=num_programs)
@@ -208,7 +209,7 @@ def test_short_chunks_behind_long_prefixes_fill_the_device(
 def test_long_chunks_are_not_split() -> None:
     work = make([(8192, 8192)], 0, False, LLAMA)
     assert work.num_partial_rows == 0
-    # The tile with the longest context first.
+    # The first item is the tile with the longest context.
     assert (work.chunks[:, 1] == np.arange(256)[::-1]).all()
 
 
@@ -216,7 +217,7 @@ def test_one_path_splits_chunks_that_do_not_fill_the_device() -> None:
     invariant = LLAMA._replace(few_rows=32, chunk_rows=32)
     for tokens, context, in_order in (
         (64, 32_768, False),
-        (64, 40_000, True),  # partial sums would need more than MAX_PARTIAL_BYTES
+        (64, 40_000, True),  # The partial sums would need more than MAX_PARTIAL_BYTES.
         (1024, 4096, True),
         (64, 512, True),
     ):
@@ -232,7 +233,7 @@ EXAMPLES: list[tuple[list[tuple[int, int]], int, bool, WorkShape, int]] = [
     ([(70, 9000), (40, 3000)], 2000, False, LLAMA, 0),
     ([(1, 5000), (70, 9000)], 0, True, LLAMA, 0),
     ([(1, 5000), (70, 9000)], 700, True, LLAMA._replace(few_programs=8), 0),
-    ([(1, 5000)], 393, False, LLAMA, 0),  # the first position is the last one of a partition
+    ([(1, 5000)], 393, False, LLAMA, 0),  # the window begins at the last position of a partition
     ([(1, 1100), (1, 3000), (1, 1030)], 0, False, LLAMA, 1024),
     ([(1, 3000), (1, 90)], 0, False, LLAMA._replace(num_kv_heads=1, group=40), 0),
 ]

@@ -1,4 +1,4 @@
-"""Late code generation gives the same results as numba's own, also from the disk cache."""
+"""Late code generation has the same results as numba's own code generation, also when cached."""
 
 import subprocess
 import sys
@@ -65,7 +65,7 @@ print(sorted(name.partition("<")[0] for name in assembled))
 
 
 def run(tmp_path: Path, mode: str, cache: str) -> list[str]:
-    """Run PROGRAM; return its output lines: error, result bits, cache hits, late functions."""
+    """Run PROGRAM; return the lines that it prints (error, bits, cache hits, functions)."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     command = [sys.executable, str(program), mode, str(tmp_path / cache)]

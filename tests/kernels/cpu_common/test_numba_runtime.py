@@ -108,7 +108,7 @@ def test_a_folder_writable_by_other_users_is_not_used(
 def test_a_folder_or_link_of_another_user_is_not_used(
     cache: Path, by_link: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With `by_link`, another user has made a link to a folder that belongs to this user."""
+    """With `by_link`, the folder is reached through a link that another user has made."""
     found = folder()
     foreign = found.parent if not by_link else found
     if by_link:

@@ -56,7 +56,7 @@ def test_threads_see_all_writes_made_before_the_barrier(num_threads: int) -> Non
         written[:] = 0
         loops()[0](np.zeros(BARRIER_WORDS, np.int64), written, errors, num_threads)
         assert not errors.any()
-        # A thread that joined in time did all rounds; a thread that joined late did none.
+        # A thread takes part either in all rounds or, if it joined too late, in none.
         assert {column.all() for column in written.T} <= {True, False}
         assert written[:, 0].all()
         assert all(column.all() or not column.any() for column in written.T)
@@ -84,7 +84,7 @@ def num_sleeps() -> int:
 
 
 def test_a_thread_that_joins_without_the_others_starts_after_a_limit() -> None:
-    """A thread joins three times: first it starts as a team of one, then it is too late twice."""
+    """One thread joins three times: first it starts alone, later it is refused as too late."""
     from penstock.kernels.cpu_common.thread_barrier import BARRIER_WORDS
 
     shared = np.zeros(BARRIER_WORDS, np.int64)

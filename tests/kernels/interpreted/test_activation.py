@@ -38,10 +38,12 @@ def test_gates_match_the_reference(gate: int, num_rows: int, dim: int, dtype: to
     close(found(gate_up), wide, 50.0)
 
 
-# A GPU computes exp(x) as exp2(x * log2(e)) in float32. The constant and the product are rounded,
-# each by a relative 2**-24. The exponent of 2 is therefore wrong by up to |x| * log2(e) * 2**-23,
-# and exp(x) by a relative |x| * 2**-23. For larger |x|, exp(x) is 0 or infinite in float32. 8 ulps
-# are left for exp2, the division and the products.
+# A GPU computes exp(x) as exp2(x * log2(e)) in float32.
+# The constant and the product are each rounded by a relative 2**-24.
+# The exponent of 2 is therefore wrong by up to |x| * log2(e) * 2**-23.
+# This changes exp(x) by a relative |x| * 2**-23.
+# Above |x| = 89, exp(x) is 0 or infinite in float32.
+# A further 8 ulps cover exp2, the division and the products.
 LARGEST_EXPONENT = 89.0
 
 
@@ -69,7 +71,7 @@ def test_strided_rows() -> None:
 @pytest.mark.parametrize("dim", [1, 200, 2049])
 @pytest.mark.parametrize("gate", range(len(GATES)), ids=["silu", "gelu", "clamped"])
 def test_row_bits_do_not_depend_on_the_batch(gate: int, dim: int, dtype: torch.dtype) -> None:
-    """The inputs include values that the clamped gate clamps; the batch has a row of NaN."""
+    """Some inputs are clamped by the clamped gate, and one row of the batch is NaN."""
     found = GATES[gate][0]
     gate_up = (torch.randn(9, 2 * dim) * 9).to(dtype)
     gate_up[2] = torch.nan

@@ -74,7 +74,7 @@ def test_score_mods(scores: ScoreMod, window: int) -> None:
         ((1, 5, 112), 32),
         ((2, 8, 128), 16),
         ((1, 2, 256), 64),
-        ((1, 20, 16), 3),  # one token has more query heads than a tile has rows
+        ((1, 20, 16), 3),  # the query heads of one token need more than one tile
         ((3, 1, 6), 5),
     ],
 )
@@ -149,7 +149,8 @@ def test_a_shared_prefix_is_read_once(sinks: Tensor | None) -> None:
     ("num_tokens", "prefix", "contexts", "window", "shared"),
     [
         (8, 96, [97], 0, 96),
-        (8, 96, [96], 0, 64),  # the last position is each sequence's own token
+        # The last position is each sequence's own token, so it is not part of the shared prefix.
+        (8, 96, [96], 0, 64),
         (8, 96, [97, 33], 0, 32),
         (8, 16, [97], 0, 0),
         (8, 0, [97], 0, 0),
@@ -178,7 +179,7 @@ def shared_positions(plan: AttentionPlan) -> int:
 def captured(
     batch: Batch, layer: Tensor, planner: TiledPlanner, max_context: int, window: int
 ) -> AttentionPlan:
-    """Plan a decode step as in the capture of a CUDA graph, with more columns than needed."""
+    """Plan a decode step as in a CUDA graph's capture, with too wide block tables."""
     starts, contexts, tables = (torch.from_numpy(array).to(DEVICE) for array in batch)
     num_columns = -(-max_context // layer.shape[3])
     tables = torch.nn.functional.pad(tables, (0, num_columns - tables.shape[1]), value=-1)
@@ -189,7 +190,7 @@ def captured(
 @pytest.mark.parametrize("window", [0, 50])
 @pytest.mark.parametrize("one_path", [False, True])
 def test_one_graph_computes_steps_of_any_contexts(one_path: bool, window: int) -> None:
-    """Prepare other lengths, and launch the kernels again with the arguments of the capture."""
+    """Prepare a step of other lengths, then launch the captured kernels again."""
     query, layer, batch = make_case([(1, 70), (1, 200), (1, 33), (1, 5)], (2, 3, 16), 16)
     planner = TiledPlanner(one_path)
     with small_tiles(), exact_products():
@@ -261,7 +262,7 @@ def test_one_path_bits_do_not_depend_on_the_split_of_chunks(scores: ScoreMod, wi
 
 
 def test_partial_sums_of_chunks_are_bounded() -> None:
-    """With less memory, chunks are cut less often, or not at all in one-path mode."""
+    """If partial sums get less memory, chunks are cut less often; with `one_path`, not at all."""
     query, layer, batch = make_case(SHORT_CHUNKS, (1, 3, 16), 16)
     row_bytes = 3 * 16 * 4
     exact = exactly(query, layer, batch, 0, PLAIN)

@@ -57,11 +57,11 @@ def test_row_bits_do_not_depend_on_the_batch(
     x, weight = torch.randn(140, 1100).to(device, dtype), torch.randn(40, 1100).to(device, dtype)
     bias = torch.randn(40).to(device, dtype)
     batched = batch_invariant_matmul(x, weight, bias)
-    # The interpreter multiplies with numpy, whose rounding depends on a row's position in the tile.
+    # The interpreter multiplies with numpy, whose rounding depends on the position in the tile.
     for row in (0, 128, *((77, 139) if ON_GPU else ())):
         assert torch.equal(batch_invariant_matmul(x[row : row + 1], weight, bias)[0], batched[row])
     assert torch.equal(batch_invariant_matmul(x[128:], weight, bias), batched[128:])
-    # With many rows, one program computes all K slices of a tile in order.
+    # If there are many tiles, one program computes all K slices of a tile in order.
     monkeypatch.setattr(module, "are_few", lambda num_tiles: False)
     assert torch.equal(batch_invariant_matmul(x, weight, bias), batched)
 

@@ -74,7 +74,7 @@ def test_rope_and_cache_rotates_and_writes(
     if not form.has_scales:
         close(layer, expected, 50.0 if dtype == torch.float32 else 1.0)
         return
-    # Half a unit of a code: see `kv_cache/format.quantize`.
+    # The bound is half a unit of a code, as derived in `kv_cache/format.quantize`.
     scale = scales(layer).double()[..., None]
     half = scale / 2 if name == "int8" else torch.maximum(expected.abs() / 16, scale * 2.0**-10)
     assert ((dequantize(layer, torch.float64) - expected).abs() <= half * 1.01).all()
@@ -86,7 +86,8 @@ def test_codes_and_scales_have_the_bits_of_the_reference(name: str, magnitude: f
     new = torch.randn(16, 6, 24) * magnitude
     new[1, 1], new[2, 2, 3], new[3, 3, 2], new[4, 4] = 0.0, torch.nan, torch.inf, 1e-44
     new[5] *= torch.rand(6, 1)
-    new[6] = torch.round(new[6] / magnitude * 4) * magnitude  # values halfway between two codes
+    # These values are halfway between two codes.
+    new[6] = torch.round(new[6] / magnitude * 4) * magnitude
     layer = torch.zeros(2, 5, 3, 4, 26, dtype=torch.int8).view(FORMATS[name].dtype)
     expected, slots = layer.clone(), torch.randperm(20)[:16]
     write_kv(layer, slots, new)
@@ -95,7 +96,7 @@ def test_codes_and_scales_have_the_bits_of_the_reference(name: str, magnitude: f
 
 
 def test_fp8_codes_are_rounded_to_nearest() -> None:
-    """With 448 in each row, the scale is 1, and the codes are the values rounded to float8."""
+    """Each row contains 448, so its scale is 1, and its codes are the values rounded to float8."""
     halves = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16).view(torch.float16).float()
     values = torch.cat((halves, halves * 2.0**-7)).nan_to_num(0.0, 0.0, 0.0).clamp(-448, 448)
     heads = torch.cat((values.view(512, 2, -1), torch.full((512, 2, 2), 448.0)), 2)
@@ -110,7 +111,7 @@ def test_fp8_codes_are_rounded_to_nearest() -> None:
 
 def test_slots_outside_the_layer_are_not_written() -> None:
     memory = poisoned(3, 2, 4, 2, 4, 8)
-    layer = memory[1]  # a write outside `layer` would change memory[0] or memory[2]
+    layer = memory[1]  # a write outside of `layer` changes memory[0] or memory[2]
     untouched = memory.clone()
     heads = torch.randn(3, 4, 8)
     write_kv(layer, torch.tensor([-1, 16, 1 << 40]), heads)

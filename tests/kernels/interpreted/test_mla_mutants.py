@@ -1,7 +1,7 @@
 """Mutation tests: comparisons with the reference detect off-by-one errors in MLA.
 
-Mutants of the absorbed form change the kernels, which read an MLA cache row as a key with a tail.
-Mutants of the expanded form change the torch code that expands keys and values.
+Mutants of the absorbed form change the attention kernels, which read an MLA cache row as a key with
+a tail. Mutants of the expanded form change the torch code that expands keys and values.
 """
 
 from pathlib import Path

@@ -74,7 +74,7 @@ def test_matches_the_reference(
 @pytest.mark.parametrize("top_k", [1, 3])
 @pytest.mark.parametrize("num_tokens", [1, 20, 65])
 def test_any_number_of_rows_per_expert(device: torch.device, num_tokens: int, top_k: int) -> None:
-    """Experts get less than a tile of rows, about one tile, or more, for all three tile sizes."""
+    """Experts get fewer rows than a tile has, about as many, or more, for all three tile sizes."""
     torch.manual_seed(num_tokens)
     x = torch.randn(num_tokens, 24).to(device, torch.float16)
     routed = route(torch.randn(num_tokens, 3, device=device), Routing(top_k))
@@ -107,7 +107,7 @@ def test_bits_of_a_token_do_not_depend_on_the_batch(
     params = make_experts(GatedActivation("gelu"), 3, 40, 24, dtype, device)
     experts = torch.tensor([[2, 0]], dtype=torch.int32, device=device).repeat(90, 1)
     batched = grouped_moe_forward(x, experts, weights, params, fixed_tiles=True)
-    # The interpreter multiplies with numpy, whose rounding depends on a row's position in the tile.
+    # The interpreter multiplies with numpy, whose rounding depends on the position in the tile.
     for at in (slice(64, 65), slice(64, 90), *((slice(7, 8), slice(20, 90)) if ON_GPU else ())):
         single = grouped_moe_forward(x[at], experts[at], weights[at], params, fixed_tiles=True)
         assert torch.equal(single, batched[at])
@@ -167,7 +167,7 @@ def test_choices_of_experts_elsewhere_add_nothing(
         stacks = ExpertWeights(
             whole.gate_up[part], whole.down[part], gate, own[0], own[1] if bias else None
         )
-        with poisoned_memory():  # outputs of absent choices are never written
+        with poisoned_memory():  # kernels do not write outputs of experts that this rank lacks
             return grouped_moe_forward(x, experts - first, weights, stacks, fixed_tiles, 5)
 
     found = compute(0, 2, True) + compute(2, 5, True)

@@ -66,7 +66,7 @@ def test_fused_add_rounds_the_sum_before_the_norm(dtype: torch.dtype) -> None:
 
 def test_gemma_rms_norm_adds_one_in_float32() -> None:
     x = torch.randn(4, 64).half()
-    weight = torch.full((64,), 2.0**-13).half()  # 1 + weight is 1 in float16
+    weight = torch.full((64,), 2.0**-13).half()  # too small: 1 + weight is 1 in float16
     expected = rms_norm_reference(x.double(), 1 + weight.double(), 1e-5)
     found = gemma_rms_norm(x, weight, 1e-5)
     close(found, expected)

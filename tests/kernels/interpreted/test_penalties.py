@@ -58,7 +58,7 @@ def test_long_history_with_many_repetitions(device: torch.device) -> None:
 
 
 def test_penalties_of_a_row_do_not_depend_on_the_batch(device: torch.device) -> None:
-    """Compare bitwise; histories span several programs, and the batch has a row of NaN."""
+    """Results are bitwise equal. Histories span several programs; one row of the batch is NaN."""
     torch.manual_seed(1)
     logits, tokens = torch.randn(5, 300) * 7, torch.randint(0, 300, (5, 2300))
     logits[1] = torch.nan
@@ -101,7 +101,7 @@ def test_logit_bias_of_a_row_does_not_depend_on_the_batch(device: torch.device) 
 
 
 def test_tokens_beyond_the_history_are_not_read(device: torch.device) -> None:
-    """`num_tokens` exceeds the width of `tokens`, and some token ids are out of range."""
+    """A history may be longer than `tokens` is wide, and may contain invalid token ids."""
     memory = torch.full((2, 64), 3, device=device)
     tokens = memory[:1, :20]
     tokens[:] = torch.tensor([5, 50, -1, 5], device=device).repeat(5)

@@ -82,7 +82,7 @@ def check_product(
     sizes = x.double().abs() @ weight.abs().T
     if bias is not None:
         expected, sizes = expected + bias.double(), sizes + bias.double().abs()
-    # Weights and the result are rounded to `dtype` (half a unit each), sums to float32.
+    # Bound: weights and the result are each rounded by half a unit of `dtype`; sums are float32.
     unit = torch.finfo(dtype).eps / 2
     bound = (2.01 * unit + (inputs + 3) * 2.0**-24) * sizes
     assert found.dtype == dtype

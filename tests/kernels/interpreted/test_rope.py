@@ -31,7 +31,7 @@ def test_views_are_rotated_in_place(
     rotated = expected[:, 1:-1, 10:]
     rotated.copy_(rotate_reference(rotated.double(), positions, frequencies, interleaved))
     rotate_(fused[:, 1:-1, 10:], table[positions], interleaved)
-    # A float32 angle up to 300 has an error of up to 300 x 2^-24.
+    # The angles are at most 300. In float32, such an angle has an error of up to 300 x 2^-24.
     close(fused, expected, 300.0 if dtype == torch.float32 else 1.0)
 
 

@@ -20,7 +20,7 @@ from penstock.kernels.sampling.triton_vocab_scan import compact, scan
 from penstock.kernels.triton_common.launch import jit, launch, tl
 from tests.support.poison import poisoned_memory
 
-Row = tuple[float, int, float, float, float]  # temperature, top_k, top_p, min_p, typical_p
+Row = tuple[float, int, float, float, float]  # (temperature, top_k, top_p, min_p, typical_p)
 PLAIN: Row = (1.0, 0, 1.0, 0.0, 1.0)
 GREEDY: Row = (0.0, 0, 1.0, 0.0, 1.0)
 
@@ -28,7 +28,8 @@ GREEDY: Row = (0.0, 0, 1.0, 0.0, 1.0)
 def sampling_tensors(rows: list[Row], device: torch.device) -> SamplingTensors:
     temperature, top_k, top_p, min_p, typical_p = zip(*rows, strict=True)
     numbers = torch.arange(len(rows))
-    seeds = (numbers + 1) * -7_046_029_254_386_353_131  # some exceed 2^63 as unsigned integers
+    # As unsigned integers, some of these seeds exceed 2^63.
+    seeds = (numbers + 1) * -7_046_029_254_386_353_131
     floats = (
         torch.tensor(each, dtype=torch.float32) for each in (temperature, top_p, min_p, typical_p)
     )
@@ -120,7 +121,7 @@ def test_filters_match_the_reference(
         top_k_top_p_min_p_reference(logits / params.temperature.cpu()[:, None], filters)
         > -torch.inf
     )
-    # Rounding may change one token, or two tokens with equal logits.
+    # Rounding may change the choice of one token, or of two tokens with equal logits.
     assert int((found != expected).sum(-1).max()) <= 2
     assert found.gather(1, logits.argmax(-1, keepdim=True)).all()
 
@@ -145,8 +146,8 @@ def test_each_filter_by_itself(device: torch.device) -> None:
         *((1.0, 2, 1.0, 0.0, 1.0), (1.0, 0, 0.8, 0.0, 1.0), (1.0, 0, 0.81, 0.0, 1.0)),
         *((1.0, 0, 1.0, 0.29, 1.0), (1.0, 0, 1.0, 0.31, 1.0), (1.0, 3, 0.85, 0.0, 1.0)),
     ]
-    # In the last row, top_k keeps 0.95 of the probability. Two tokens have only 0.84 of this 0.95,
-    # so top_p = 0.85 keeps all three.
+    # In the last row, top_k keeps three tokens with 0.95 of the probability.
+    # The first two have only 0.84 of this 0.95, so top_p = 0.85 keeps all three.
     assert kept(logits, sampling_tensors(one, device)).sum(-1).tolist() == [2, 2, 3, 3, 2, 3]
 
 

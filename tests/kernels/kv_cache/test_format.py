@@ -20,14 +20,15 @@ SCALED = [form for form in FORMATS.values() if form.has_scales]
 def max_error(x: Tensor, scale: Tensor, form: KvCacheFormat) -> Tensor:
     """Return the largest possible rounding error of each feature, in float64.
 
-    Half a unit of a code, plus the errors of two float32 products: x / scale, with a rounded
-    inverse, may move a value across the middle between two codes by 2^-22 of it.
+    The bound has two parts: half a unit of a code, and the errors of two float32 products. The
+    product of x and the rounded inverse of the scale may move a value by 2^-22 of it, across the
+    middle between two codes.
     """
     step = scale.double()[..., None]
     if form.name == "int8":
         return step * 0.5 + x.double().abs() * 2.0**-22
-    # With three mantissa bits, rounding changes a normal value by at most 2^-4 of it. Subnormals
-    # are 2^-9 apart, so rounding changes them by at most 2^-10.
+    # FP8 codes have three mantissa bits, so rounding changes a normal value by at most 2^-4 of it.
+    # Subnormal codes are 2^-9 apart, so rounding changes them by at most 2^-10.
     return torch.maximum(x.double().abs() * (2.0**-4 + 2.0**-22), step * 2.0**-10)
 
 

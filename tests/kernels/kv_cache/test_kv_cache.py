@@ -15,7 +15,8 @@ def test_write_kv_changes_only_the_given_slots() -> None:
     layer = torch.randn(2, 7, 3, 4, 5)
     expected = layer.clone()
     slots = torch.tensor([0, 27, 13, 14, 3])
-    fused = torch.randn(5, 4 + 6, 5)  # query heads first: keys and values are a strided view
+    # Query heads come first, so keys and values are a strided view.
+    fused = torch.randn(5, 4 + 6, 5)
     write_kv(layer, slot_rows(slots, layer.shape), fused[:, 4:])
     write_kv_reference(expected, slots, fused[:, 4:])
     assert torch.equal(layer, expected)

@@ -16,7 +16,7 @@ from penstock.kernels.linear.cpu_packed_f32 import (
 )
 from tests.support.threads import threads
 
-# Constants of `linear/cpu_f32_avx512`, which needs numba; a panel has 24 or 48 columns.
+# Constants of `linear/cpu_f32_avx512`, which needs numba. A panel has 24 or 48 columns.
 BLOCK_K, TILE_ROWS, PANEL = 192, 8, 48
 EDGES = (1, 2, 23, 24, 25, PANEL - 1, PANEL, PANEL + 1, 3 * PANEL, 9 * PANEL + 1)
 ROWS = (0, 1, 2, TILE_ROWS - 1, TILE_ROWS, TILE_ROWS + 1, 15, 16, 17, 32, 33, 64, 65, 90, 300)
@@ -109,7 +109,7 @@ def test_rows_with_nan_or_inf_do_not_affect_other_rows() -> None:
 
 
 def test_inputs_of_all_magnitudes_keep_float32_precision(isa: str) -> None:
-    """Errors stay below 2^-22 of the sum of absolute products."""
+    """The error of a product is below 2^-22 of the sum of the absolute values of its terms."""
     generator = torch.Generator().manual_seed(1)
     scales = torch.logspace(-30, 30, 200, base=2.0)[None]
     weight = torch.randn(64, 200, generator=generator) / scales

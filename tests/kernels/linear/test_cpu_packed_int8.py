@@ -23,17 +23,17 @@ from tests.support.threads import threads
 
 pytestmark = pytest.mark.skipif(not has_int8_loops(), reason="needs AMX or VNNI")
 
-# Constants of `linear/cpu_int8_amx`, which needs numba.
+# These numbers repeat constants of `linear/cpu_int8_amx`, which can be imported only with numba.
 TILE_K, BLOCK_COLUMNS, BLOCK_ROWS = 64, 64, 32
 ROWS = (0, 1, 2, 3, 4, 5, 6, 7, 15, 16, 17, 31, 32, 33, 48, 49, 64, 65, 200)
 
 
 @pytest.fixture(params=["AMX", "VNNI"], autouse=True, scope="module")
 def loops(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
-    """Use these loops, even if the CPU has others too."""
+    """Use the AMX or the VNNI loops, even if the CPU supports both."""
     if not (has_amx() if request.param == "AMX" else has_vnni()):
         pytest.skip(f"needs {request.param}")
-    levels._kernels()  # numba must be configured before the import
+    levels._kernels()  # configures numba, which must happen before the import
     from penstock.kernels.linear import cpu_int8_amx, cpu_int8_vnni
 
     chosen: ModuleType = cpu_int8_amx if request.param == "AMX" else cpu_int8_vnni
@@ -56,7 +56,7 @@ def test_constants_match_the_loops() -> None:
 
 
 def exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return the reference for the same quantized `x`, whose ties may round up or down."""
+    """Return the reference for the quantized `x`, whose ties were rounded up or down."""
     rows, factors = quantize_per_token(x)
     y = int8_linear_reference(127 * torch.eye(weight.shape[1]), weight, None, 127)
     y = (rows.double() - ZERO_POINT) @ y * (factors.double() / 127)
@@ -81,7 +81,7 @@ def test_matches_the_reference_for_any_shape(num_inputs: int, num_outputs: int) 
 
 
 def test_the_largest_sums_are_exact() -> None:
-    """All weights are 127 and all inputs +-127 (255 or 1 as unsigned, with zero point 128)."""
+    """Weights are 127, and inputs are +-127 (as unsigned numbers with zero point 128: 255 or 1)."""
     num_inputs = 200 * TILE_K
     ends = torch.full((2, num_inputs), 127, dtype=torch.int8)
     product = pack_int8_tiles(ends, torch.ones(2), None)

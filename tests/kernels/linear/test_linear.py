@@ -90,7 +90,7 @@ def test_int8(rows: int, bias: torch.Tensor | None) -> None:
     # Inputs differ from whole codes by at most 0.4, so float32 and float64 round to the same codes.
     most = activation_qmax()
     codes = torch.randint(1 - most, most, (rows, 45)).float()
-    codes[:, 0] = most  # sets the scale of each row to 0.07
+    codes[:, 0] = most  # the largest code sets the scale of each row to 0.07
     x = (codes + torch.rand(rows, 45).sub(0.5).mul(0.8)).clamp(-most, most) * 0.07
     x[:, 0] = most * 0.07
     weight = torch.randn(19, 45)

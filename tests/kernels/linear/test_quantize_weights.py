@@ -1,4 +1,4 @@
-"""Quantization of float weights: codes against plain rounding, cuts of inputs, special values."""
+"""Quantization of float weights: rounding, division of inputs among ranks, special values."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,8 @@ def test_weights_are_those_of_plain_rounding(form: WeightForm, shape: tuple[int,
 def test_errors_are_bounded(form: WeightForm, bound: float) -> None:
     weight = weights(64, 96)
     error = (quantize_weight(weight, form).dequantize() - weight).abs()
-    if form == "fp8":  # half a unit of the third mantissa bit, or half of the smallest subnormal
+    # FP8 rounds by half a unit of its third mantissa bit, or by half of the smallest subnormal.
+    if form == "fp8":
         smallest = weight.abs().amax(1, keepdim=True) / 448 * 2**-10
         assert bool((error <= torch.maximum(bound * weight.abs(), smallest) * 1.0001).all())
     else:

@@ -73,14 +73,14 @@ def e2m1(code: int) -> float:
 
 
 def value_of(kind: Kind, code: int) -> float:
-    """Return the value of a code of 4 bits, in float32 precision."""
+    """Return the value of a 4-bit code, computed in float32."""
     if kind == "e2m1":
         return e2m1(code)
     return float(torch.tensor(TABLES[kind][code], dtype=torch.float32))
 
 
 def weights(given: QuantizedMatrix) -> torch.Tensor:
-    """Dequantize in float64, one weight after the other."""
+    """Dequantize all weights one by one, in float64."""
     outputs, inputs = given.shape
     groups = given.groups.tolist()
     result = torch.zeros(outputs, inputs, dtype=torch.float64)
@@ -101,8 +101,9 @@ def weights(given: QuantizedMatrix) -> torch.Tensor:
 def bound(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """Bound the error of float32 sums in any order, with weights rounded to float32.
 
-    A sum of K products and a bias has K + 1 terms. Each term has an error factor of at most
-    (1 + u)^(K + 3): the rounding of the weight, of the product and of at most K + 1 sums.
+    A sum of K products and a bias has K + 1 terms, and u is half a unit. The error factor of a term
+    is at most (1 + u)^(K + 3): the weight is rounded, the product is rounded, and the term takes
+    part in at most K + 1 rounded sums.
     """
     u = 2.0**-24
     count = weight.shape[1] + 3
@@ -137,7 +138,7 @@ def test_product_is_within_the_bound_of_float32_sums(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("act_order", [False, True])
 def test_row_bits_are_the_same_for_any_rows_and_threads(kind: Kind, act_order: bool) -> None:
-    """Groups of 34 inputs, and groups with act-order, begin and end within the loops' steps."""
+    """Groups of 34 inputs, and groups with act-order, end inside the steps of the loops."""
     product = pack_quantized(matrix(kind, 145, 578, 34, act_order), None, torch.float32)
     assert isinstance(product, DequantizingLinear)
     x = torch.randn(70, 578)
@@ -163,7 +164,7 @@ def test_fp8_codes_have_the_values_of_torch(pack: Callable[..., TiledLinear]) ->
         one[0, k] = 1
         column = expected[:, k]
         found = product(one)[0]
-        # A NaN elsewhere in a row makes its product NaN too.
+        # Compare only rows without NaN: a NaN weight makes the whole product of its row NaN.
         sound = ~expected.isnan().any(1)
         assert torch.equal(found[sound], column[sound])
         assert found[~sound].isnan().all()

@@ -19,9 +19,9 @@ from penstock.kernels.mla.op import (
 )
 from tests.support.batches import Batch, make_batch, poison
 
-Sizes = tuple[int, int, int, int, int]  # H, Q, P, V, R: letters of the shapes in `mla/op`
+Sizes = tuple[int, int, int, int, int]  # (H, Q, P, V, R), as in the shapes of `mla/op`
 SMALL = (3, 5, 4, 7, 11)
-DEEPSEEK = (512, 64, 256)  # R, P, Q + V
+DEEPSEEK = (512, 64, 256)  # (R, P, Q + V) of DeepSeek V3
 
 
 def make_inputs(
@@ -63,7 +63,7 @@ lengths = st.lists(
 @settings(max_examples=40, deadline=None)
 @given(
     lengths=lengths,
-    # With R smaller than a head's dims, the absorbed form is cheaper for prefill chunks too.
+    # If R is smaller than a head's dims, the absorbed form is cheaper even for prefill chunks.
     sizes=st.tuples(*(st.integers(1, 3), *(st.sampled_from([2, 6, 16]) for _ in range(4)))),
     block_size=st.sampled_from([1, 3, 16]),
 )

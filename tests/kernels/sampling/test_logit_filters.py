@@ -44,13 +44,13 @@ def test_filters_match_the_reference(
     expected = top_k_top_p_min_p_reference(logits, filter_params(*rows))
     found = logits.clone()
     apply_top_k_top_p_min_p_(found, filter_params(*rows))
-    # Rounding may make top_p keep one token more or fewer.
+    # Because of rounding, top_p may keep one token more or fewer in each row.
     assert int((found != expected).sum()) <= len(rows)
     kept = found > -torch.inf
     assert torch.equal(found[kept], logits[kept])
     assert bool(kept.gather(1, logits.argmax(-1, keepdim=True)).all())
     for row, (top_k, _, _) in enumerate(rows):
-        # + 1: of two tied tokens, both are kept.
+        # Two tokens have equal logits; if both are at the limit, both are kept.
         assert not top_k or int(kept[row].sum()) <= top_k + 1
 
 
@@ -62,8 +62,8 @@ def test_each_filter_by_itself() -> None:
             (2, 1, 0), (0, 0.8, 0), (0, 0.81, 0), (0, 1, 0.29), (0, 1, 0.31), (3, 0.85, 0)
         ),
     )
-    # In the last row, top_k keeps 0.95 of the probability. Two tokens have only 0.84 of this 0.95,
-    # so top_p = 0.85 keeps all three.
+    # In the last row, top_k keeps three tokens with 0.95 of the probability.
+    # The first two have only 0.84 of this 0.95, so top_p = 0.85 keeps all three.
     assert (logits > -torch.inf).sum(-1).tolist() == [2, 2, 3, 3, 2, 3]
 
 
@@ -99,7 +99,7 @@ def test_typical_p_matches_the_reference(
     found = logits.clone()
     apply_typical_p_(found, torch.tensor(masses))
     expected = typical_p_reference(logits, torch.tensor(masses))
-    # Rounding may change one token, or two tokens with equal logits.
+    # Rounding may change the choice of one token, or of two tokens with equal logits.
     assert int((found != expected).sum(-1).max()) <= 2
     kept = found > -torch.inf
     assert kept.any(-1).all()
@@ -117,12 +117,13 @@ def test_typical_p_matches_transformers(mass: float, spread: float) -> None:
     found = logits.clone()
     apply_typical_p_(found, torch.full((40,), mass))
     same = (found == expected).all(-1)
-    assert int(same.sum()) >= 39  # rounding may change one of 40 rows
+    assert int(same.sum()) >= 39  # rounding may change one of the 40 rows
     assert int((found != expected).sum()) <= 1
 
 
 def test_typical_p_may_remove_the_most_probable_token() -> None:
-    probs = torch.tensor([[0.4, 0.2, 0.2, 0.1, 0.1]])  # entropy 1.47; -log 0.2 = 1.61 is nearest
+    # The entropy is 1.47. The nearest surprisal is -log 0.2 = 1.61, so 0.2 is the most typical.
+    probs = torch.tensor([[0.4, 0.2, 0.2, 0.1, 0.1]])
     logits = probs.log()
     apply_typical_p_(logits, torch.tensor([0.3]))
     assert (logits > -torch.inf).tolist() == [[False, True, True, False, False]]
@@ -130,7 +131,7 @@ def test_typical_p_may_remove_the_most_probable_token() -> None:
 
 def test_typical_p_of_a_row_does_not_depend_on_the_batch() -> None:
     torch.manual_seed(3)
-    for vocab_size in (1001, 40_003):  # torch splits the sum of one row above 32768
+    for vocab_size in (1001, 40_003):  # above 32768 numbers, torch splits the sum of a row
         logits = torch.randn(7, vocab_size) * 3
         masses = torch.tensor([0.9, 0.2, 0.95, 0.5, 0.999, 0.1, 0.7])
         batched = logits.clone()

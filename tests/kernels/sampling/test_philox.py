@@ -15,7 +15,7 @@ from penstock.kernels.sampling.philox import (
 
 ALL = 0xFFFFFFFF
 
-# Random123's known answers for philox4x32-10: (counter, key, output words).
+# Published test vectors of Random123 for philox4x32-10: (counter, key, output words).
 KNOWN = [
     ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
     ((ALL, ALL, ALL, ALL), (ALL, ALL), (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
@@ -56,7 +56,8 @@ def test_noise_bits_of_a_row_do_not_depend_on_the_batch() -> None:
     numbers = np.random.default_rng(0)
     seeds = numbers.integers(0, 2**64, 40, dtype=np.uint64)
     indices, choices = numbers.integers(0, 1000, 40), numbers.integers(0, 4, 40)
-    batched = gumbel_noise(seeds, indices, choices, 2047)  # more than one chunk
+    # So many tokens that the noise is made in several chunks.
+    batched = gumbel_noise(seeds, indices, choices, 2047)
     for row in range(40):
         at = slice(row, row + 1)
         assert torch.equal(gumbel_noise(seeds[at], indices[at], choices[at], 2047)[0], batched[row])
@@ -84,7 +85,7 @@ def test_smallest_and_largest_words_give_finite_noise() -> None:
 def test_noise_has_float32_precision() -> None:
     words = np.random.default_rng(1).integers(0, 2**32, 100_000).astype(np.float32)
     uniform = np.minimum((words.astype(np.float64) + 0.5) / 2**32, 1 - 2.0**-24)
-    uniform = uniform.astype(np.float32).astype(np.float64)  # rounded as in `gumbel_`
+    uniform = uniform.astype(np.float32).astype(np.float64)  # `gumbel_` rounds to float32, too
     exact = -np.log(-np.log1p(-uniform))
     np.testing.assert_allclose(gumbel_(words), exact, rtol=4e-7, atol=4e-7)
 

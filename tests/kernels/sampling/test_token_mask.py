@@ -25,7 +25,7 @@ def test_masked_logits_are_those_of_the_reference(case: MaskCase) -> None:
 @given(case=mask_cases())
 def test_masks_in_arrays_give_the_logits_of_the_reference(padding: int, case: MaskCase) -> None:
     expected = apply_token_mask_reference(case.logits, case.rows, case.words)
-    # With padding, the rows are not contiguous.
+    # Padding makes the rows non-contiguous.
     found = torch.nn.functional.pad(case.logits, (0, padding))[:, : case.logits.shape[1]]
     apply_host_masks_(found, case.rows.numpy(), case.words.numpy())
     assert torch.equal(found.contiguous().view(torch.int32), expected.view(torch.int32))

@@ -37,7 +37,7 @@ def test_branches_of_absent_extensions_are_removed_before_they_are_compiled(
     from penstock.kernels.step_graph.interpreter import _make_run
 
     parsed = run_frontend(_make_run(**asdict(extensions)))
-    dead_branch_prune(parsed, ())  # numba runs this pass before type inference
+    dead_branch_prune(parsed, ())  # numba runs this pass before it infers types
     assigned = [each for block in parsed.blocks.values() for each in block.find_insts(ir.Assign)]
     names = {each.value.name for each in assigned if isinstance(each.value, ir.Global)}
     assert "_compute" in names

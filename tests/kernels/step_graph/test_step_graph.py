@@ -125,7 +125,7 @@ def test_linear_has_the_bits_of_the_op(num_rows: int, num_inputs: int, num_outpu
 @pytest.mark.skipif(not has_int8_loops(), reason="needs AMX or VNNI")
 @pytest.mark.parametrize("num_rows", ROWS)
 def test_int8_linears_have_the_bits_of_the_op(num_rows: int) -> None:
-    """The graph has two layers, which share the scratch buffers of the quantized rows."""
+    """Both layers of the graph use the same scratch buffers for quantized rows."""
     first = pack_int8(torch.randn(192, 128), torch.randn(192))
     second = pack_int8(torch.randn(128, 192), None)
     builder = GraphBuilder(100, make_cache())
@@ -164,7 +164,7 @@ def test_gate_has_the_bits_of_the_batch_invariant_op(num_rows: int, inner: int, 
             values
         ),
     )
-    # Shift all elements by one index: results must stay bitwise identical.
+    # Shift all elements by one index. The bits of a result must not depend on its index.
     rolled = (
         silu_and_mul_batch_invariant if kind == "silu" else gelu_tanh_and_mul_batch_invariant
     )(values.roll(1, 1))

@@ -51,7 +51,7 @@ def test_int8_linear_equals_the_product_of_quantized_values(
     graph, values = builder.build(), torch.randn(8, 128)
     graph.view(x, 8).copy_(values)
     assert graph.table[:, OPCODE].tolist() == [QUANTIZE, MATMUL_INT8]
-    for first, num_rows in ((0, 5), (5, 3)):  # as if these rows belonged to two experts
+    for first, num_rows in ((0, 5), (5, 3)):  # two ranges of rows, like those of two experts
         for op in graph.table:
             for thread in range(2):
                 execute[op[OPCODE]](op, graph.arena.numpy(), first, num_rows, thread, 2)

@@ -29,7 +29,7 @@ from penstock.kernels.step_graph.opcodes import (
 from tests.support.threads import threads
 
 ROWS = (1, 2, 9, 17, 64, 100)
-MIXTURES = [(4, 2), (8, 8), (33, 3), (1, 1)]  # (experts, top_k)
+MIXTURES = [(4, 2), (8, 8), (33, 3), (1, 1)]  # (number of experts, top_k)
 DIM, INNER = 64, 96
 
 
@@ -125,7 +125,7 @@ def test_ties_go_to_the_lower_expert() -> None:
 def test_rows_of_experts_do_not_overlap_and_keep_the_order_of_choices(
     num_rows: int, num_experts: int, top_k: int, uneven: int, seed: int
 ) -> None:
-    """Loops may write padding after an expert's rows; the next expert's rows begin after it."""
+    """An expert's rows must begin after the padding that follows the previous expert's."""
     torch.manual_seed(seed % 2**63)
     top_k = min(top_k, num_experts)
     graph, layout, logits, _ = routing_graph(num_experts, top_k, False)
@@ -150,7 +150,7 @@ def packed(num_experts: int, num_inputs: int, num_outputs: int) -> list[PackedLi
 
 
 def check_experts(each: list[Any], top_k: int, num_rows: int) -> None:
-    """Compare expert linears with `moe_forward`: bitwise, but the gates use another `exp`."""
+    """Compare expert linears with `moe_forward`. Only gates may differ: they use another `exp`."""
     num_experts, builder = len(each), make_builder()
     layout, logits = builder.expert_layout(num_experts, top_k), builder.alloc(num_experts)
     x, out, weights = builder.alloc(192), builder.alloc(192), builder.alloc(top_k)
@@ -160,7 +160,7 @@ def check_experts(each: list[Any], top_k: int, num_rows: int) -> None:
     builder.expert_linears(permuted, each, expert_out, layout)
     builder.unpermute_sum(expert_out, layout, weights, out)
     graph = builder.build()
-    for _ in range(2):  # the second run overwrites the buffers of the first
+    for _ in range(2):  # run twice: the second run overwrites the buffers of the first
         values, scores = torch.randn(num_rows, 192), torch.randn(num_rows, num_experts)
         run_graph(graph, {x: values, logits: scores})
         experts, probs = chosen_experts(graph, layout, num_rows), graph.view(weights, num_rows)

@@ -32,7 +32,7 @@ def packed(kind: Kind, outputs: int, inputs: int, act_order: bool = False) -> De
 def test_product_has_the_bits_of_the_op(
     kind: Kind, act_order: bool, sizes: tuple[int, int]
 ) -> None:
-    """64 outputs end inside a panel; 192 are four whole panels."""
+    """A panel ends after every 48 outputs: 64 outputs end inside a panel, 192 fill four panels."""
     product = packed(kind, *sizes, act_order)
     for num_threads in (1, 3):
         for num_rows in ROWS:

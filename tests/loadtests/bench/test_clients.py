@@ -137,7 +137,7 @@ async def test_unknown_model_is_reported(api: Api, address: str) -> None:
 @pytest.mark.parametrize("key", ["grpc", "completions"])
 async def test_unreachable_server_is_reported(key: Api) -> None:
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # the port is bound, but no server listens
+        taken.bind(("127.0.0.1", 0))  # no server listens on this port
         port = taken.getsockname()[1]
         address = f"127.0.0.1:{port}" if key == "grpc" else f"http://127.0.0.1:{port}"
         async with opened(key, address) as client:

@@ -42,14 +42,14 @@ def test_load_is_sent_and_its_figures_are_printed_and_saved(
     with (grpc_stub if api == "grpc" else http_stub)(behaviour) as address:
         assert main([address, *flags]) == 0
     captured = capsys.readouterr()
-    assert messages_of(captured.err) == ""  # no progress bar without a terminal
+    assert messages_of(captured.err) == ""  # without a terminal, there is no progress bar
     assert shown(captured.out, "Successful requests:") == 12
     assert shown(captured.out, "Failed requests:") == 0
     assert shown(captured.out, "Maximum request concurrency:") == 3
     assert shown(captured.out, "Total generated tokens:") == 48
     assert shown(captured.out, "Request goodput (req/s):") > 0
     assert behaviour.max_in_flight <= 3
-    assert len(behaviour.prompts) == 13  # the warm-up request is counted too
+    assert len(behaviour.prompts) == 13  # 12 requests and the warm-up request
     result = json.loads(saved.read_text())
     assert (result["completed"], result["total_output_tokens"]) == (12, 48)
     assert result["config"]["work"]["input_len"] == "16-32"

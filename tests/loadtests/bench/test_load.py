@@ -107,7 +107,7 @@ async def test_failed_request_is_recorded_and_the_load_continues() -> None:
 @pytest.mark.parametrize(
     ("chunks", "output_len", "error"),
     [
-        ([Chunk(None), Chunk(0), Chunk(None)], 2, ""),  # the server sent no token counts
+        ([Chunk(None), Chunk(0), Chunk(None)], 2, ""),  # this server sends no token counts
         ([Chunk(3), Chunk(2)], 5, ""),
         ([Chunk(None), Chunk(0, 8, 6)], 6, ""),
         ([Chunk(0), Chunk(0, 8, 0)], 0, "the answer had no tokens"),
@@ -132,7 +132,7 @@ async def test_completed_requests_count_when_interrupted() -> None:
     running = asyncio.create_task(load.run())
     await asyncio.wait_for(ended.wait(), 30)
     running.cancel()
-    await running  # returns normally: `run` records the cancellation
+    await running  # `run` does not raise: it records the cancellation
     assert load.interrupted
     assert [outcome.number for outcome in load.outcomes] == [0]
     assert client.under_way == 0
@@ -145,7 +145,7 @@ async def test_requests_waiting_for_a_slot_use_no_tasks() -> None:
     load = Load(client, PROMPTS, plan(100_000), concurrency=2)
     running = asyncio.create_task(load.run())
     await asyncio.wait_for(client.all_started.wait(), 30)
-    assert len(asyncio.all_tasks()) <= 4  # this test, the load, and two running requests
+    assert len(asyncio.all_tasks()) <= 4  # these are this test, the load, and two running requests
     running.cancel()
     await running
     assert load.interrupted
@@ -165,6 +165,6 @@ async def test_waiting_for_a_concurrency_slot_does_not_count_as_client_lag() -> 
     first, next_one, *others = load.outcomes
     assert next_one.start > next_one.released, "the second request must wait for the slot"
     assert next_one.start >= first.arrivals[0]
-    # All these requests became due while the only slot was taken.
+    # All other requests became due while the first one took the only slot.
     assert [outcome.released for outcome in others] == [outcome.due for outcome in others]
     assert all(outcome.start > outcome.released for outcome in others)

@@ -21,9 +21,9 @@ def outcome(start: float, arrivals: list[float], output_len: int, **others: obje
     return replace(made, **others)  # type: ignore[arg-type]
 
 
-# Sent at 1.0; tokens at 1.5, 1.6, 1.8, 2.0.
+# A request sent at 1.0 s, with tokens at 1.5, 1.6, 1.8 and 2.0 s.
 STEADY = outcome(1.0, [1.5, 1.6, 1.8, 2.0], 4)
-# Sent at 2.0; 3 tokens at 2.2, 2 at 3.2.
+# A request sent at 2.0 s, with 3 tokens at 2.2 s and 2 tokens at 3.2 s.
 LUMPY = outcome(2.0, [2.2, 3.2], 5, counts=[3, 2], requested_len=6)
 SINGLE = outcome(0.0, [0.25], 1)
 FAILED = outcome(0.5, [0.6], 0, error="gone", released=0.75)
@@ -34,8 +34,9 @@ def test_metrics_of_one_request_match_hand_computed_values() -> None:
     assert STEADY.latency == pytest.approx(1.0)
     assert STEADY.gaps == pytest.approx([0.1, 0.2, 0.2])
     assert STEADY.tpot == pytest.approx(0.5 / 3)
-    assert LUMPY.tpot == pytest.approx(1.0 / 4)  # time divided by the number of tokens
-    assert LUMPY.gaps == pytest.approx([1.0])  # gaps are between messages
+    # TPOT is the time divided by the number of further tokens.
+    assert LUMPY.tpot == pytest.approx(1.0 / 4)
+    assert LUMPY.gaps == pytest.approx([1.0])  # gaps are measured between messages
     assert (SINGLE.tpot, SINGLE.gaps) == (0.0, [])
 
 
@@ -46,11 +47,13 @@ def test_figures_of_a_load_match_hand_computed_values() -> None:
     assert made.per_second(made.total_output) == 2.5
     assert made.ttft.mean == pytest.approx(1000 * (0.5 + 0.2 + 0.25) / 3)
     assert made.ttft.median == pytest.approx(250)
-    assert made.tpot.mean == pytest.approx(1000 * (0.5 / 3 + 0.25) / 2)  # SINGLE has no TPOT
+    # SINGLE has one token, so it has no TPOT.
+    assert made.tpot.mean == pytest.approx(1000 * (0.5 / 3 + 0.25) / 2)
     assert made.itl.mean == pytest.approx(1000 * (0.1 + 0.2 + 0.2 + 1.0) / 4)
     assert made.itl.median == pytest.approx(200)
     assert made.e2el.mean == pytest.approx(1000 * (1.0 + 1.2 + 0.25) / 3)
-    assert made.peak_concurrent == 1  # one request ends at 2.0, when the next begins
+    # A request that begins at 2.0 s does not overlap one that ends then.
+    assert made.peak_concurrent == 1
     assert made.good is None
     assert made.lag.p99 == pytest.approx(np.percentile([0, 0, 0, 250], 99))
 
@@ -74,7 +77,7 @@ def test_figures_without_completed_requests_are_zero() -> None:
     [
         (Goals(ttft=500), 3),
         (Goals(ttft=499), 2),
-        (Goals(tpot=200), 2),  # meets every TPOT goal: SINGLE has no TPOT
+        (Goals(tpot=200), 2),  # SINGLE has no TPOT, so it meets every goal for it
         (Goals(tpot=200, ttft=250), 1),
         (Goals(e2el=1000), 2),
         (Goals(ttft=0, tpot=0, e2el=0), 0),
@@ -85,7 +88,7 @@ def test_goodput_counts_requests_that_meet_all_goals(goals: Goals, good: int) ->
 
 
 def test_peak_output_counts_tokens_not_messages() -> None:
-    # Tokens by second since the first start at 0.0: 1; 1 + 1 + 1; 1 + 3; 2.
+    # From 0.0 s on, the numbers of tokens in each second are 1, 3, 4 and 2.
     assert peak_output([STEADY, LUMPY, SINGLE]) == 4
 
 

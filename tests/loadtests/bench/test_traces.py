@@ -95,7 +95,7 @@ def test_file_that_is_not_a_trace_is_refused(tmp_path: Path, content: bytes, mes
 def test_any_text_is_read_or_refused(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
     path = tmp_path_factory.mktemp("any") / "trace"
     path.write_text("{" + text, encoding="utf-8", errors="replace")
-    with suppress(BadTrace):  # any other exception fails the test
+    with suppress(BadTrace):  # the test fails with any other exception
         assert read_trace(path)
 
 
@@ -144,5 +144,5 @@ def test_statistics_of_the_azure_traces(name: str, count: int) -> None:
     rows = shared_trace(f"azure_llm_2023_{name}.csv")
     assert len(rows) == count
     assert rows[0].at == 0.0
-    assert 3000 < rows[-1].at < 3600  # an hour of traffic
+    assert 3000 < rows[-1].at < 3600  # the trace covers an hour
     assert not any(row.blocks for row in rows)

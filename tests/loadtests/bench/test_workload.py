@@ -61,7 +61,8 @@ def test_lengths_follow_the_named_distribution() -> None:
     uniform = Lengths(100, 10_000).draw(20_000, random)
     lognormal = Lengths(100, 10_000, "lognormal").draw(20_000, random)
     assert uniform.mean() == pytest.approx(5050, rel=0.02)
-    assert np.median(lognormal) == pytest.approx(1000, rel=0.05)  # geometric mean of the bounds
+    # The geometric mean of the bounds 100 and 10,000.
+    assert np.median(lognormal) == pytest.approx(1000, rel=0.05)
     assert ((lognormal > 100) & (lognormal < 10_000)).mean() == pytest.approx(0.95, abs=0.01)
 
 
@@ -77,7 +78,7 @@ def test_arrivals_keep_the_rate(count: int, rate: float, seed: int) -> None:
 def test_arrivals_are_a_poisson_process() -> None:
     gaps = np.diff(arrivals(50_000, 10.0, 3))
     assert gaps.mean() == pytest.approx(0.1, rel=0.02)
-    # The standard deviation of an exponential distribution equals its mean.
+    # The gaps are exponential, so their standard deviation equals their mean.
     assert gaps.std() == pytest.approx(0.1, rel=0.02)
     assert np.corrcoef(gaps[1:], gaps[:-1])[0, 1] == pytest.approx(0, abs=0.02)
 
@@ -93,7 +94,7 @@ def test_equal_seeds_give_equal_loads(
     load = drawn_load(count, 5.0, inputs, outputs, seed)
     assert load == drawn_load(count, 5.0, inputs, outputs, seed)
     assert [planned.number for planned in load] == list(range(count))
-    # The rate changes only the times of requests.
+    # Another rate gives the same requests at other times.
     slower = drawn_load(count, 1.0, inputs, outputs, seed)
     assert [p.input_len for p in slower] == [p.input_len for p in load]
     assert [p.output_len for p in slower] == [p.output_len for p in load]
@@ -107,11 +108,11 @@ def test_different_seeds_give_different_loads() -> None:
 @pytest.mark.parametrize(
     ("vocab_size", "specials"),
     [
-        (1024, range(6)),  # bundled model
-        (32_000, range(259)),  # Llama 2: control and byte tokens
+        (1024, range(6)),  # vocabulary of the bundled model
+        (32_000, range(259)),  # Llama 2: skip control tokens and byte tokens
         (128_256, range(128_000, 128_256)),  # Llama 3
         (32_768, range(771)),  # Mistral
-        (151_936, range(151_643, 151_936)),  # Qwen 2.5, with the padding
+        (151_936, range(151_643, 151_936)),  # Qwen 2.5: skip special tokens and padding
     ],
 )
 def test_special_tokens_are_avoided(vocab_size: int, specials: range) -> None:
@@ -169,10 +170,11 @@ def test_prompts_share_exactly_the_prefix_of_their_block_ids(
     shared = next((n for n, (a, b) in enumerate(pairs) if a != b), None)
     same = next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
     if same is None:
-        assert shared is None  # one prompt is a prefix of the other
+        assert shared is None  # then one prompt is a prefix of the other
     else:
         assert shared is not None
-        assert shared // 16 == same * TRACE_BLOCK // 16  # no further full block of 16 is shared
+        # No other full block of 16 tokens is shared.
+        assert shared // 16 == same * TRACE_BLOCK // 16
 
 
 @given(st.integers(0, MAX_BLOCK_ID), st.integers(0, MAX_BLOCK_ID))

@@ -1,4 +1,4 @@
-"""A short chaos run: faults hit a real cluster while clients stream; all answers are right."""
+"""A short chaos run: a real cluster gets faults while clients stream, and all answers are right."""
 
 import json
 import subprocess
@@ -32,6 +32,6 @@ def test_streams_survive_faults_of_their_workers(tmp_path: Path) -> None:
     assert set(WEIGHTS) <= found["kinds"].keys()
     for name in ("wrong", "unexplained", "errors", "not_released"):
         assert found[name] == []
-    # The frozen process has been killed.
+    # The supervisor has killed the frozen process.
     (frozen, *_) = (each for each in found["injected"] if each["kind"] == "freeze")
     assert not psutil.pid_exists(frozen["pid"])

@@ -14,7 +14,7 @@ from penstock.loadtests.chaos.faults import Fault, InjectedFault
 
 
 class StubFaultRunner(FaultRunner):
-    """A runner that can inject a fault only at try number `found_at` (0: never)."""
+    """A runner whose target appears at try number `found_at`; with 0, it never appears."""
 
     tries = 0
     found_at = 0

@@ -53,7 +53,7 @@ def test_kill_affects_running_streams_until_their_next_computed_token() -> None:
     ]
     found = effect_of(injected("kill", "d0", 10.0), streams, placed)
     assert [each.name for each in found.streams] == ["a"]
-    # The token at 10.1 s had been computed before the fault.
+    # The token at 10.1 s does not count as a recovery, because it was computed before the fault.
     assert found.recoveries == [pytest.approx(2.5)]
 
 

@@ -10,7 +10,7 @@ def test_cost_of_the_bundled_model_matches_hand_computed_values() -> None:
     norms = (2 * layers + 1) * hidden
     assert Cost.of(SHIPPED_MODEL) == Cost(
         body=layers * matrices + norms,
-        head=vocab_size * hidden,  # the head shares the embedding
+        head=vocab_size * hidden,  # tied to the embedding, so counted once
         attention=4 * layers * heads * head_dim,
     )
 

@@ -98,5 +98,5 @@ def test_close_at_once_ends_an_engine_that_computes() -> None:
     assert engine._process.stdin is not None
     engine._process.stdin.write(b'{"prompts": [[1]], "output_len": 1}\n')
     engine._process.stdin.flush()
-    engine.close(at_once=True)  # instead of waiting 600 s for the answer
+    engine.close(at_once=True)  # do not wait 600 s for the answer
     assert not [each for each in tree if each.is_running()]

@@ -25,7 +25,7 @@ def test_values_of_a_run_match_hand_computed_ones() -> None:
 
 
 def test_flops_match_hand_computed_values() -> None:
-    # The body computes 8 tokens, the head 1. A token attends to itself and all earlier tokens.
+    # The body computes 8 tokens, and the head 1. Each token attends to itself and earlier ones.
     prompt = 2 * (1000 * 8 + 500) + 64 * (1 + 2 + 3 + 4 + 5 + 6 + 7 + 8)
     assert COST.prefill(8) == prompt
     answer = 2 * 1500 * 3 + 64 * (9 + 10 + 11)
@@ -40,7 +40,7 @@ def test_limits_match_hand_computed_values() -> None:
     fp32.limits["gflops"] = 1.0
     assert limit(fp32, WORK, COST, "ttft") == pytest.approx(1e3 * COST.prefill(16) / 1e9)
     fp32.limits["gflops"] = 100.0
-    # One stream reads all weights for every token: 6,000 bytes at 10 GB/s (INT8: a quarter).
+    # With one stream, each token reads all weights: 6,000 bytes at 10 GB/s. INT8 reads a quarter.
     assert limit(fp32, WORK, COST, "tpot") == pytest.approx(1e3 * 6000 / 10e9)
     assert limit(int8, WORK, COST, "tpot") == pytest.approx(1e3 * 1500 / 10e9)
     rates = [limit(each, WORK, COST, "throughput") for each in (fp32, int8)]
@@ -60,7 +60,7 @@ def test_ratios_are_computed_only_within_rounds() -> None:
     rounds = [
         [engine_run("penstock", 0, 1.0), engine_run("vllm", 0, 2.0)],
         [engine_run("penstock", 1, 10.0), engine_run("vllm", 1, 20.0)],
-        [engine_run("penstock", 0, 500.0)],  # from a run without vllm
+        [engine_run("penstock", 0, 500.0)],  # another run, in which vllm did not take part
     ]
     penstock, vllm = summarize(rounds, WORK, COST)
     assert (penstock.engine.name, vllm.engine.name) == ("penstock", "vllm")

@@ -42,7 +42,7 @@ MODULES = sorted(
 
 def run_blocked(code: str, blocked: tuple[str, ...]) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-c", BLOCK.format(blocked=blocked) + code]
-    # One thread: more would slow down tiny products on a busy machine.
+    # Use one thread, because several threads would slow down tiny products on a busy machine.
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
@@ -61,7 +61,7 @@ def test_kernel_tests_can_be_imported_without_absent_packages() -> None:
     folders = ("tests/kernels", "tests/workers/gpu")
     paths = [path for folder in folders for path in (ROOT / folder).rglob("test_*.py")]
     names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths]
-    # hypothesis is copied to the machine, see docs/gpu.md.
+    # hypothesis is not absent: `make gpu-carry` copies it to the machine (docs/gpu.md).
     absent = tuple(name for name in ABSENT if name != "hypothesis")
     done = run_blocked(f"import {', '.join(names)}", absent)
     assert done.returncode == 0, done.stderr
@@ -103,7 +103,7 @@ def test_the_engine_and_the_torch_engine_generate_the_same_first_tokens(tmp_path
 
 @pytest.mark.parametrize("folder", ["tests/kernels", "tests/workers/gpu"])
 def test_kernel_tests_import_only_available_packages(folder: str) -> None:
-    """Check imports at module level; hypothesis is copied to the machine, see docs/gpu.md."""
+    """Check imports at module level. hypothesis is allowed: `make gpu-carry` copies it."""
     allowed = {*sys.stdlib_module_names, *AVAILABLE, "hypothesis"}
     for path in (ROOT / folder).rglob("*.py"):
         tree = ast.parse(path.read_text())

@@ -11,7 +11,7 @@ BOUNDS = Bounds(bytes_per_second=4e12, flops_per_second=8e14)
 
 
 def measured(goal: Goal, seconds: float, **peers: float) -> Measured:
-    """Return a measurement of 1 GB and 1 GFLOP; this work needs at least 250 µs."""
+    """Return a measurement of 1 GB and 1 GFLOP. At the device's bounds, this work takes 250 µs."""
     renamed = {PLAIN if name == "plain" else name: value for name, value in peers.items()}
     return Measured("x", goal, 1e9, 1e9, seconds, True, renamed, {})
 
@@ -50,7 +50,7 @@ def test_peer_goal_compares_with_the_fastest_peer_and_not_the_plain_form() -> No
     assert measured(over, 1.0, plain=8.1).met(BOUNDS) is True
     assert measured(over, 1.0, plain=7.9).met(BOUNDS) is False
     assert measured(over, 1.0).met(BOUNDS) is None
-    # One missed condition is decisive, even if another cannot be compared.
+    # A missed condition decides the result, although another condition cannot be compared.
     assert measured(Goal(most_us=1, least_of_peer=1), 1.0).met(BOUNDS) is False
 
 

@@ -1,4 +1,4 @@
-"""The section that runs the kernel tests: a line per test, stopped runs, failures."""
+"""The section of kernel tests writes a line per test, and reports stopped runs and failures."""
 
 import json
 import time
@@ -23,7 +23,7 @@ from penstock.loadtests.gpu.kernel_tests import (
 from penstock.loadtests.gpu.options import Options
 from tests.support.only_kernels import only_kernels
 
-ENDS = 200.0  # time limit in seconds of runs of pytest that should end earlier
+ENDS = 200.0  # time limit in seconds, which a run of pytest should not reach
 
 
 def results_of(folder: Path, *lines: dict[str, Any], end: str = "") -> Results:
@@ -44,7 +44,7 @@ def test_lines_are_summed_by_file(tmp_path: Path) -> None:
         *(line(name, "started") for name in ("b.py::x", "a.py::y", "a.py::z", "a.py::w")),
         line("b.py::x"),
         line("a.py::y", "failed", "\n".join(map(str, range(99)))),
-        line("a.py::y"),  # the test's teardown passes after the failure
+        line("a.py::y"),  # pytest also reports the teardown, which passes
         line("a.py::z", "skipped"),
         end='{"test": "a.py::w", "outc',
     )
@@ -53,7 +53,7 @@ def test_lines_are_summed_by_file(tmp_path: Path) -> None:
     assert list(figures["files"]) == ["a.py", "b.py"]
     assert figures["files"]["a.py"] == {"seconds": 2.0, "said": "1 failed, 1 skipped"}
     (failure,) = figures["failures"]
-    assert failure.startswith("a.py::y: 84\n")  # only the end of the traceback
+    assert failure.startswith("a.py::y: 84\n")  # a failure keeps only the end of its traceback
     assert failure.endswith("\n98")
 
 
@@ -77,7 +77,7 @@ def test_there_are_files_to_run() -> None:
 
 @pytest.mark.process
 def test_kernel_test_fails_on_fallback_to_torch(tmp_path: Path) -> None:
-    """On device "meta", every launcher uses its torch fallback."""
+    """On the "meta" device, every launcher falls back to torch, so every test must fail."""
     path, lines = ROOT / "tests/kernels/interpreted/test_activation.py", tmp_path / "lines"
     assert {*run_pytest([path], "meta", lines, time.monotonic() + ENDS, 1)} <= {""}
     results = Results()
@@ -91,7 +91,7 @@ def test_kernel_test_fails_on_fallback_to_torch(tmp_path: Path) -> None:
 
 @pytest.fixture
 def own_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the path of a file of tests, to be written, that is run alone."""
+    """Return a path for a file of tests. `run_pytest` then runs only this file."""
     monkeypatch.setattr(kernel_tests, "ROOT", tmp_path)
     monkeypatch.setattr(kernel_tests, "MARKS", "")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -112,7 +112,7 @@ def test_a_process_with_a_cuda_error_is_replaced(own_tests: Path, tmp_path: Path
     assert {*run_pytest([own_tests], "cpu", lines, time.monotonic() + ENDS, 2)} <= {""}
     results = Results()
     results.read(lines)
-    # The test after the broken one is reported as crashed; the others ran in a new process.
+    # The test after the CUDA error is reported as crashed; a new process runs the others.
     outcomes = [each["outcome"] for each in results.lines.values()]
     assert len(outcomes) == 6
     assert 1 <= outcomes.count("failed") <= 2
@@ -124,7 +124,7 @@ def test_results_before_the_time_limit_are_kept(own_tests: Path, tmp_path: Path)
     lines = tmp_path / "lines"
     own_tests.write_text("import time\ndef test_ends(): pass\ndef test_hangs(): time.sleep(100)\n")
     results = Results()
-    # The run is stopped as soon as the second test runs, however long the first one took.
+    # Stop the run once the second test runs. The duration of the first test does not matter.
     run = run_pytest([own_tests], "cpu", lines, time.monotonic() + ENDS, 1)
     for _ in run:
         results.read(lines)

@@ -14,7 +14,7 @@ from penstock.loadtests.gpu.models import SHAPES
 from penstock.loadtests.gpu.sections import Outcome, Section, read_figures, run_section
 from tests.support.serving import wait_for
 
-STARTED = 6.0  # seconds within which a section's Python starts, even on a busy machine
+STARTED = 6.0  # time in seconds within which a section's Python starts, even on a busy machine
 SCRIPT = """
 import json, pathlib, sys, time
 path, kind = sys.argv[2], sys.argv[3]
@@ -80,7 +80,7 @@ def test_child_processes_of_a_section_end_with_it(hangs: bool, run) -> None:  # 
 
 
 def is_alive(process: int) -> bool:
-    """Return True if the process exists and is not a zombie."""
+    """Return True if the process exists and still runs (a zombie does not)."""
     try:
         state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:

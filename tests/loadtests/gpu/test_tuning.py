@@ -1,4 +1,4 @@
-"""The tuning sweep: bad candidates are left out, and the written file has the faster tiles only."""
+"""The tuning sweep leaves out bad candidates, and writes a file with only the faster tiles."""
 
 import json
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ def on_trial() -> Candidate:
 
 @dataclass(frozen=True)
 class PlannedWork:
-    """Work that keeps the tiles that were current when it was made, like an attention plan."""
+    """A piece of work that, like an attention plan, keeps the tiles that it was made with."""
 
     outputs: int
 
@@ -61,7 +61,7 @@ def test_wrong_and_failing_candidates_have_a_reason() -> None:
 
 @pytest.fixture
 def speeds(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
-    """Seconds by number of output columns, in place of measured times."""
+    """Fake times in seconds, by the number of columns of the output tile."""
     seconds = {128: 4.0, 64: 2.0, 32: 8.0}
 
     def time_calls(calls: Sequence[PlannedWork], *_: Any) -> Timing:

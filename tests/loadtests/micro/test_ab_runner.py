@@ -34,9 +34,9 @@ def test_quantiles_match_hand_computed_values() -> None:
 
 
 def test_rates_match_hand_computed_values() -> None:
-    early = outcome([1.0, 2.0, 3.0, 4.0, 5.0])  # finishes first
-    late = outcome([1.0, 3.0, 4.5, 6.0], [1, 3, 4, 9])  # starts to decode last
-    # After 3.0 and up to 5.0, `early` has two tokens and `late` has four.
+    early = outcome([1.0, 2.0, 3.0, 4.0, 5.0])  # the first request to end
+    late = outcome([1.0, 3.0, 4.5, 6.0], [1, 3, 4, 9])  # the last request to begin decoding
+    # Between 3.0 and 5.0 s, both requests decode: `early` gets two tokens, and `late` gets four.
     assert steady_rate([early, late]) == pytest.approx(6 / 2)
     assert whole_rate([early, late]) == pytest.approx(22 / 6)
 

@@ -5,7 +5,7 @@ import sys
 
 from penstock.loadtests.micro.cpu_time import cpu_seconds
 
-# A child that has used CPU time and then waits, below a parent that only waits.
+# The parent process only waits. Its child uses CPU time, then waits too.
 CHILD = "import sys\nfor i in range(10**6): pass\nprint('done', flush=True)\nsys.stdin.read()"
 PARENT = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {CHILD!r}])"
 

@@ -13,7 +13,7 @@ def engine() -> EngineClient:
 def test_every_prompt_gets_its_answer(engine: EngineClient) -> None:
     prompts = Prompts(ordinary_tokens(engine.vocab_size), 0)
     tokens = [prompts.tokens(Planned(n, 0.0, 20 + n, 1)) for n in range(3)]
-    for _ in range(2):  # an engine can be used more than once
+    for _ in range(2):  # twice, because an engine must be reusable
         outcomes = engine.run(tokens, 5)
         assert [o.output_len for o in outcomes] == [5, 5, 5]
         assert [o.input_len for o in outcomes] == [20, 21, 22]

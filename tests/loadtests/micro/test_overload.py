@@ -44,7 +44,7 @@ def test_sequences_beyond_the_bound_wait_and_are_reported() -> None:
     assert (load.running, load.queued, load.queued_tokens) == (2, 2, 8)
     assert load.prompt_tokens_computed == 8
     assert worker.welcome().max_sequences == 2
-    for _ in range(2):  # both running requests end after two tokens
+    for _ in range(2):  # an answer has two tokens, so both running requests end
         session.make_step(list(session.runs.values()))
     session.admit()
     assert running(session) == [2, 3]
@@ -82,7 +82,7 @@ def test_measurement_prints_json_and_reports_missed_goals(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(overload, "_PAUSE_SECONDS", 0.0)
-    monkeypatch.setattr(overload, "KEPT", 0.0)  # on a busy machine, every goal may be missed
+    monkeypatch.setattr(overload, "KEPT", 0.0)  # on a busy machine, no request may meet its goals
     path = tmp_path / "overload.json"
     flags = ["--seconds", "1.5", "--tries", "1", "--max-sequences", "4", "--output-len", "4-8"]
     code = overload.main([*flags, "--save-json", str(path)])

@@ -10,7 +10,7 @@ from penstock.loadtests.micro import router, stub_workers
 from penstock.loadtests.micro.stub_workers import age_of, token_of_now
 
 
-@pytest.mark.parametrize("begins", [0, 12_345_678_901, 1_599_990_000])  # nanoseconds
+@pytest.mark.parametrize("begins", [0, 12_345_678_901, 1_599_990_000])  # start times in nanoseconds
 def test_token_encodes_the_time_of_its_creation(
     begins: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,7 +18,7 @@ def test_ratios_match_hand_computed_values() -> None:
     comparison = Comparison("path", then=[10.0, 20.0], now=[20.0, 30.0])
     ratio, within = comparison.ratio, comparison.within_tree
     assert (ratio.median, ratio.count) == (1.75, 2)
-    # Rounds of one tree: 2, 1/2, 3/2 and 2/3.
+    # The ratios between rounds of the same tree are 2, 1/2, 3/2 and 2/3.
     assert within.count == 4
     assert within.median == pytest.approx((2 / 3 + 3 / 2) / 2)
 
@@ -68,7 +68,7 @@ async def test_trees_are_measured_in_turns_and_the_warm_up_is_dropped() -> None:
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> Figures:
-    """Values of the current tree that the check gets; the other tree's values are all 1."""
+    """Fake figures of the current tree. All figures of the other tree are 1."""
     values = dict.fromkeys(KINDS, 1.0)
 
     async def measure_tree(tree: SourceTree, amounts: Amounts) -> Figures:
@@ -82,7 +82,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Figures:
 
 
 def older_checkout(folder: Path) -> str:
-    """Make the files of a checkout with the module names of older commits."""
+    """Make a folder like a checkout of an older commit, whose modules had other names."""
     for name in ("cli/__init__", "loadtests/guard", "loadtests/stubs", "loadtests/lone_router"):
         path = folder / "other" / "penstock" / f"{name}.py"
         path.parent.mkdir(parents=True, exist_ok=True)

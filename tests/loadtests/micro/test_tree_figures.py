@@ -21,7 +21,7 @@ FEW = Amounts(
     path_rounds=1,
     path_requests=2,
     path_answer=128,
-    transfers=16,  # enough prompts for the router to measure the prefill rate
+    transfers=16,  # enough prompts, so that the router measures the prefill rate
     transfer_prompt=1024,
     transfers_at_once=4,
 )

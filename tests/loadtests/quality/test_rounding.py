@@ -23,7 +23,7 @@ def correlated_features() -> Tensor:
 
 @pytest.mark.parametrize("round_matrix", [nf4, q4_k, q6_k])
 def test_weights_are_within_half_a_step(round_matrix: Callable[[Tensor], Rounded]) -> None:
-    """The bound is above half a step because the scales are rounded too."""
+    """Scales are rounded too, so the bound of an error is a little above half a step."""
     weight = random_weight()
     found = round_matrix(weight)
     outside = (found.weight - weight).abs() > 1.5 * found.half_steps
@@ -50,7 +50,7 @@ def test_clipped_ranges_are_better_than_whole_ones() -> None:
     importance = torch.ones(512)
     importance[:8] = 100
     found = clipped(weight, importance).weight
-    whole = gptq(weight, torch.eye(512)).weight  # rounding without compensation
+    whole = gptq(weight, torch.eye(512)).weight  # the identity as Hessian gives plain rounding
     costs = [float(((each - weight).square() * importance).sum()) for each in (found, whole)]
     assert costs[0] < costs[1]
 

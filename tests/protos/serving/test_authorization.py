@@ -24,7 +24,7 @@ def authorize(method: str, metadata: CallMetadata) -> None:
 
 
 class Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
-    """A method with one request and a method with a stream, which both echo."""
+    """A gRPC method with one request and one with a stream; both echo their messages."""
 
     def __init__(self, unary: Callable[..., Any], stream: Callable[..., Any]) -> None:
         self._methods = {
@@ -47,7 +47,7 @@ async def stream(requests: AsyncIterator[bytes], context: grpc.aio.ServicerConte
 
 @pytest_asyncio.fixture(params=["asyncio", "threads"])
 async def channel(request: pytest.FixtureRequest) -> AsyncIterator[grpc.aio.Channel]:
-    """A channel to a server with a single thread, or with an event loop."""
+    """A channel to a server that has a single thread, or an event loop."""
     with ThreadPoolExecutor(1) as threads:
         if request.param == "asyncio":
             server = grpc.aio.server(interceptors=[AuthInterceptor(authorize)])

@@ -1,4 +1,4 @@
-"""The health service, which anyone who reaches a port may call."""
+"""The health service, which needs no authorization."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""Limits on the clients of a gRPC port: a client that exceeds one is disconnected alone."""
+"""Limits on clients of a gRPC port: if a client exceeds one, only this client is disconnected."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -35,7 +35,7 @@ START = (PREFACE, settings())
 
 
 class Port:
-    """A served health service, and a client of it whose call stays open."""
+    """A served health service, and one client whose call stays open during the test."""
 
     def __init__(self, address: str, service: HealthService, watch: Any) -> None:
         self.address = address
@@ -43,7 +43,7 @@ class Port:
         self._watch = watch
 
     async def check_others(self) -> None:
-        """Check that the open call of another client still receives changes."""
+        """Check that the open call of the first client still receives changes."""
         for status in (NOT_SERVING, SERVING):
             await self._service.set("", status)
             async with asyncio.timeout(60):
@@ -95,7 +95,7 @@ async def test_connections_beyond_the_limit_are_closed() -> None:
         opened = [
             await stack.enter_async_context(raw_http2(served.address, *START)) for _ in range(5)
         ]
-        for beyond in opened[3:]:  # the first connection is that of `served`
+        for beyond in opened[3:]:  # `served` itself has opened the first of the four connections
             await beyond.until_closed()
             assert not beyond.frames
         for within in opened[:3]:

@@ -168,7 +168,7 @@ async def test_load_metrics_of_a_lost_worker_are_removed(config: RouterConfig) -
 async def test_worker_without_step_bounds_does_not_break_the_scrape(
     config: RouterConfig,
 ) -> None:
-    odd = StubWorker("odd")  # sends step counts without bounds
+    odd = StubWorker("odd")  # its load reports have step counts, but no bounds
     async with serving(config, odd, StubWorker("even")) as served, client_of(served) as http:
         odd.send(pb.ToRouter(step=pb.Step(load=LOAD)))
         await until(lambda: served.router.frontend.take_snapshot().pools[0].running == 3)
@@ -188,7 +188,7 @@ async def test_router_queue_counts_for_the_prefill_pool(
         waiting = asyncio.create_task(
             http.post("/v1/completions", json={**BODY, "prompt": [7] * 20})
         )
-        # The full worker rejects the request, and the router queues the request again.
+        # The worker is full and rejects the request, so the router queues the request again.
         await until(lambda: served.router.frontend.take_snapshot().waiting == 1)
         decode, prefill = served.router.frontend.take_snapshot().pools
         assert (prefill.waiting, decode.waiting) == (1, 0)
@@ -373,7 +373,8 @@ async def test_steps_are_the_records_of_each_worker(config: RouterConfig) -> Non
     workers = [StubWorker("w0"), StubWorker("w1"), StubWorker("w2")]
     columns: dict[str, Any] = {"tokens": [5], "sequences": [1], "positions": [5], "pairs": [12.5]}
     workers[0].steps = pb.StepRecords(number=[1], ended=[2.5], seconds=[0.5], **columns)
-    workers[1].steps = pb.StepRecords(number=[1, 2], ended=[2.5])  # columns of unequal length
+    # Invalid: the columns have different lengths.
+    workers[1].steps = pb.StepRecords(number=[1, 2], ended=[2.5])
     async with serving(config, *workers) as served, client_of(served) as http:
         reply = (await http.get("/steps")).json()
     assert reply["w0"] == {"number": [1], "ended": [2.5], "seconds": [0.5], **columns}

@@ -19,7 +19,7 @@ from tests.support.openai_errors import check_form
 from tests.support.served_router import serving
 from tests.support.stub_worker import StubWorker
 
-# The page's files contain no data: the page itself sends the key.
+# The page's files need no key, because they contain no data. The page itself sends the key.
 PUBLIC_PATHS = {"/health", "/health/", *page_files()}
 PUBLIC = {(method, path) for method in ("GET", "HEAD") for path in PUBLIC_PATHS}
 PUBLIC_METHODS = {"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"}

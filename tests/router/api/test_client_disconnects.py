@@ -22,7 +22,7 @@ LONG = {"prompt": "hi", "max_tokens": 2000}
 
 
 async def until_dropped(served: Served) -> None:
-    """Wait until no request is left, at the router and at the worker."""
+    """Wait until neither the router nor the worker has a request."""
     await until(lambda: served.worker.drops and not served.worker.runs)
     assert served.router.frontend.num_open_requests == 0
 
@@ -116,7 +116,7 @@ async def test_only_the_request_of_a_slow_reader_ends(
     slow = {**LONG, "stream": True, **wanted}
     async with serving(replace(config, bounds=bounds), StubWorker()) as served:
         host, port = served.router.http_address.rsplit(":", 1)
-        # The server's writes soon block: this client reads nothing and has a small buffer.
+        # The client has a small buffer and reads nothing, so the server's writes soon block.
         client_socket = socket.socket()
         client_socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client_socket.setblocking(False)

@@ -37,7 +37,7 @@ WITHOUT_END = {
     "trailer": CHUNKED + b"1\r\nx\r\n0\r\nx-trailer: ",
     "trailer name": CHUNKED + b"0\r\n",
 }
-READ = 4096  # bytes per read
+READ = 4096  # bytes of one read
 
 
 class Transport(asyncio.Transport):
@@ -123,7 +123,7 @@ async def test_calls_that_arrive_together_begin_one_in_each_iteration() -> None:
         connection.data_received(HEAD + b"content-length: 0\r\n\r\n")
     others[0].data_received(GET)
     await asyncio.sleep(0)
-    assert begun == ["POST", "GET"]  # the health check does not wait for the other POSTs
+    assert begun == ["POST", "GET"]  # the health check is not queued behind the other POSTs
     while len(begun) < 6:
         before = len(begun)
         await asyncio.sleep(0)
@@ -176,7 +176,7 @@ async def test_parts_of_one_iteration_are_written_together_and_before_later_send
     with cancelled_tasks(connection):
         connection.data_received(HEAD + b"content-length: 0\r\n\r\n")
         await until(lambda: connection.cycle.response_complete)
-    assert counts == [0, 1, 2]  # the first one with status and headers
+    assert counts == [0, 1, 2]  # the first write also has the status and the headers
     assert transport.num_writes == 3
     chunks = transport.written.partition(b"\r\n\r\n")[2].split(b"\r\n")
     assert chunks[1:-2:2] == [b"0", b"1", b"2", b"3", b"4", b"5", b"6", b"7"]
@@ -350,10 +350,11 @@ async def open_raw(served: Served, source: str = "127.0.0.1") -> AsyncIterator[S
 
 
 async def read_end(reader: asyncio.StreamReader) -> bytes:
-    """Return all bytes until the server closes the connection."""
+    """Return all bytes that arrive until the server closes the connection."""
     received = b""
     async with asyncio.timeout(60):
-        with contextlib.suppress(ConnectionError):  # what the client sends last is not received
+        # The server closes without reading everything, so the client may get a reset.
+        with contextlib.suppress(ConnectionError):
             while piece := await reader.read(1 << 16):
                 received += piece
     return received
@@ -475,7 +476,7 @@ async def test_connections_beyond_the_limits_are_refused(config: RouterConfig) -
             assert b"too many connections" in await answer("127.0.0.1")
             assert b"no worker" in await answer("127.0.0.2")
             assert b"too many connections" in await answer("127.0.0.3")
-        for _ in range(200):  # the server notices the closed connection a little later
+        for _ in range(200):  # the server may notice late that a connection was closed
             last = await answer("127.0.0.1")
             if b"no worker" in last:
                 break

@@ -1,4 +1,4 @@
-"""POST routes that are called without Starlette's router, and their bodies."""
+"""POST routes that are called without Starlette's router, and the bodies of their requests."""
 
 from collections.abc import Awaitable, Callable
 

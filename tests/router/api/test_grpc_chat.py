@@ -32,7 +32,7 @@ HISTORY = [
 
 
 class Prompts:
-    """Renders chats by Tokenize and by Generate, which must make the same prompt."""
+    """Sends a chat to Tokenize and to Generate, and checks that both make the same prompt."""
 
     def __init__(self, stub: Any, submits: Sequence[Any]) -> None:
         self.stub = stub
@@ -78,7 +78,7 @@ async def test_tools_of_a_large_message_reach_the_template(prompt: Prompts) -> N
     request = pb.GenerateRequest(
         chat=pb.Chat(messages=HI, tools=[json.dumps(ADD)]),
         sampling=pb.Sampling(max_tokens=1),
-        request_id="x" * 40_000,  # long, so that a helper process checks the message
+        request_id="x" * 40_000,  # so long that a helper process checks the message
     )
     _ = [reply async for reply in prompt.stub.Generate(request)]
     tokens = list(prompt.submits[-1].prompt)

@@ -36,7 +36,7 @@ async def limited(config: RouterConfig, **bounds: Any) -> AsyncIterator[grpc.aio
 
 
 def channel_to(served: Served) -> grpc.aio.Channel:
-    # A pool of its own: channels with equal options share a connection.
+    # Use a separate pool, because channels with equal options share one connection.
     return grpc.aio.insecure_channel(
         served.router.grpc_address, [("grpc.use_local_subchannel_pool", 1)]
     )

@@ -17,7 +17,7 @@ from penstock.router.requests.response_stream import (
 
 
 class Context:
-    """A call whose writes complete when the test says so."""
+    """A fake gRPC call, whose writes complete when the test decides."""
 
     def __init__(self) -> None:
         self.replies: list[pb.GenerateReply] = []
@@ -69,7 +69,7 @@ class Call:
 
 
 async def settle() -> None:
-    """Let all tasks and callbacks run that can run."""
+    """Run all tasks and callbacks until each of them waits or has ended."""
     for _ in range(10):
         await asyncio.sleep(0)
 

@@ -60,7 +60,8 @@ async def test_answer_resumes_at_any_cut(channel: grpc.aio.Channel, stop: list[s
     whole = await generate(channel, sampling=sampling, stop=stop)
     assert {reply.seed for reply in whole} == {2**64 - 1}
     tokens = tokens_in(whole)
-    cuts = [reply.position for reply in whole]  # a reply may hold several tokens
+    # Answers may be resumed only between replies, which may hold several tokens.
+    cuts = [reply.position for reply in whole]
     assert len(cuts) > 1
     for cut in cuts:
         rest = await generate(

@@ -229,7 +229,8 @@ async def test_large_answer_of_tokenize_is_made_in_slices(
         "tokens": expected.ids,
         "token_strs": expected.tokens,
     }
-    assert callback_times.longest < 0.03  # about 0.04 if the whole answer is made in one callback
+    # Made in a single callback, the whole answer would take about 0.04 s.
+    assert callback_times.longest < 0.03
     tokens = {"tokens": expected.ids}
     answer = await post(http, "/detokenize", tokens)
     assert answer.json() == {"prompt": f"<s>{text}"}
@@ -265,7 +266,7 @@ async def test_large_grpc_message_is_checked_before_it_is_parsed(
     hostile: Served, name: str
 ) -> None:
     content, words = LARGE_MESSAGES[name]
-    if name == "empty messages":  # the field `chat` of a TokenizeRequest
+    if name == "empty messages":  # many empty messages in the field `chat` of a TokenizeRequest
         number = pb.TokenizeRequest.DESCRIPTOR.fields_by_name["chat"].number
         content = pb.TokenizeRequest(chat=pb.Chat()).SerializeToString()[:-1]
         assert content == bytes([number << 3 | 2])

@@ -53,7 +53,7 @@ async def test_api_key_is_required_except_for_health(config: RouterConfig) -> No
             headers = {"authorization": f"Bearer {key}"}
             response = await http.post("/v1/completions", json=BODY, headers=headers)
             assert response.status_code == 200
-        # Tenants do not share cached prefixes, and no salt is an API key.
+        # Different tenants have different salts, and no salt contains the API key.
         salts = {submit.salt for submit in served.worker.submits}
         assert len(salts) == 2
         assert not salts & {b"first-key", b"second-key"}

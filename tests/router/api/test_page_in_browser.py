@@ -127,7 +127,7 @@ async def test_wrong_key_is_refused_and_the_right_one_stays_in_the_tab(
     async with pair(replace(config, api_keys=EVERY_ROLE)) as served:
         await window.open(served.admin_url)
         await window.until("document.getElementById('key-dialog').open")
-        await window.press("\ue00c")  # Escape does not close the dialog
+        await window.press("\ue00c")  # Escape must not close the dialog
         assert await window.run("return document.getElementById('key-dialog').open")
         await window.type("#key", "sesame-of-nobody\ue007")  # Enter
         await window.until("document.getElementById('key-error').innerText.includes('API key')")

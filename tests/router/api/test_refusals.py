@@ -129,7 +129,7 @@ PARAMETERS = [
     ({"typical_p": "very"}, "typical_p"),
     ({"bad_words": ["x"] * 65}, "bad_words"),
     ({"bad_words": ["x" * 257]}, "bad_words"),
-    ({"bad_words": ["zqj" * 40]}, "bad_words"),  # far more than 32 tokens
+    ({"bad_words": ["zqj" * 40]}, "bad_words"),  # a bad word of far more than 32 tokens
     ({"bad_words": ["fine", " "]}, "bad_words"),
     ({"bad_words": "damn"}, "bad_words"),
     ({"bad_words": [[5]]}, "bad_words"),

@@ -1,4 +1,4 @@
-"""A client that waits for the time in Retry-After does not come too early."""
+"""If a client waits for the time in Retry-After, its next request is accepted."""
 
 import pytest
 

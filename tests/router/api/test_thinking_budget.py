@@ -68,7 +68,8 @@ async def test_chat(served: Served, client: Any) -> None:
     await chat(client, thinking_token_budget=0)
     assert budget_of(served) == (0, CLOSE, [OPEN])
     await chat(client, thinking_token_budget=7, chat_template_kwargs={"thinking": True})
-    assert budget_of(served) == (7, CLOSE, [])  # the prompt begins the reasoning
+    # No start tag is needed, because the prompt already begins the reasoning.
+    assert budget_of(served) == (7, CLOSE, [])
 
 
 async def test_messages(served: Served) -> None:
@@ -124,7 +125,7 @@ async def test_models_without_a_token_that_ends_reasoning(tmp_path: Path, templa
             with pytest.raises(openai.BadRequestError, match="leave it out"):
                 await chat(client, thinking_token_budget=5)
             assert not served.worker.submits
-        if template == REASONS:  # messages may have a budget that only the template reads
+        if template == REASONS:  # In /v1/messages, only the template needs to read the budget.
             async with anthropic_client.connect(served) as client:
                 await client.messages.create(
                     model="stub",

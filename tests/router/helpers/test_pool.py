@@ -1,4 +1,4 @@
-"""Helper processes end at their limits; other jobs and other processes go on."""
+"""A helper process ends at its limits; other jobs and the other helper process continue."""
 
 import asyncio
 import json
@@ -108,7 +108,7 @@ async def test_other_chats_are_rendered_while_a_template_runs(pool: HelperPool) 
     spinning = asyncio.create_task(render(pool, SPIN, "greedy"))
     behind = [asyncio.create_task(render(pool, tenant="greedy")) for _ in range(3)]
     assert await render(pool, tenant="other") == "[user]hé</s></s>"
-    assert not spinning.done()  # this job runs until it has used its CPU time
+    assert not spinning.done()  # the other chat was rendered while this job still runs
     assert await asyncio.gather(*behind) == ["[user]hé</s></s>"] * 3
     with pytest.raises(ServingError, match="processor time"):
         await spinning
@@ -163,7 +163,7 @@ async def test_killed_fork_server_and_its_processes_are_replaced() -> None:
     assert process is not None
     process.kill()
     process.wait()
-    psutil.wait_procs(old)  # the helper processes end with their parent
+    psutil.wait_procs(old)  # helper processes end with the fork server
     assert await render(pool) == "[user]hé</s></s>"
     pool.close()
     fork_server.close()

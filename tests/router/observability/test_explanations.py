@@ -22,7 +22,7 @@ WALL = 1_700_000_000.0
 
 
 class World:
-    """A dispatcher whose events and commands reach the explanations as in the frontend."""
+    """A dispatcher that passes events and commands to the explanations, as the frontend does."""
 
     def __init__(self, *infos: ev.WorkerInfo, max_ended: int = 8) -> None:
         names = {"t1": "key-1"}

@@ -78,7 +78,7 @@ def test_request_time_is_split_into_queue_prefill_and_decode() -> None:
     requests = requests_of(metrics)
     request = replace(request_of(1, "t1", num_prompt=9), num_choices=2, max_tokens=50)
     requests.open(request, silent_output(2), 10.0)
-    for moment in (12.0, 13.0):  # submitted to a prefill worker, then to a decode worker
+    for moment in (12.0, 13.0):  # first submission: to a prefill worker; second: to a decode worker
         metrics.submitted(ev.Submit("w", request, 1, [], [], None, 1), moment)
     for position, moment in enumerate((15.0, 19.0)):
         requests.deliver(columns_of(plain(1, position)), moment)
@@ -195,7 +195,7 @@ def test_totals_agree_with_the_events(events: list[tuple[str, int, object]]) -> 
             ended += live.pop(request, None) is not None
     assert sum(metrics.finished.values()) == ended
     generated = metrics.generated_by_tenant()
-    # Unknown tenants share one label, so the number of labels is bounded.
+    # All unknown tenants share one label, so clients cannot create labels.
     assert set(generated) == {*NAMES.values(), OTHER_TENANT}
     assert generated["key-1"] == tokens["t1"]
     assert generated[OTHER_TENANT] == tokens.get("who", 0)

@@ -11,7 +11,7 @@ from penstock.router.observability.role_registry import Assignment
 
 
 class Supervisor:
-    """A fake supervisor: records the assignments that are sent; the test confirms them."""
+    """A fake supervisor, which records assignments of roles until the test confirms them."""
 
     def __init__(self) -> None:
         self.changed: list[tuple[str, str]] = []
@@ -20,7 +20,7 @@ class Supervisor:
         self.recorder.send = lambda worker, assignment: self.sent.append((worker, assignment))
 
     async def start_recording(self, worker: str, role: str) -> "asyncio.Task[None]":
-        """Start to record a role; return the task once the role has been sent."""
+        """Start to record a role. Return the task once the supervisor has got the role."""
         before = len(self.sent)
         task = asyncio.create_task(self.recorder.record(worker, role, "ops"))
         while len(self.sent) == before:
@@ -29,7 +29,7 @@ class Supervisor:
 
 
 async def run_tasks(count: int = 10) -> None:
-    """Let all runnable tasks run."""
+    """Run all tasks until each of them waits or has ended."""
     for _ in range(count):
         await asyncio.sleep(0)
 

@@ -156,7 +156,7 @@ def test_any_text_is_the_same_in_any_split(
     assert split is not None
     found = parse(whole, [text])
     assert parse(split, pieces) == found
-    answer_of(found)  # calls begin before their arguments
+    answer_of(found)  # checks that each call begins before its arguments
 
 
 @given(st.text(st.characters(exclude_characters="<[{f"), max_size=40))

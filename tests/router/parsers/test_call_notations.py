@@ -205,8 +205,8 @@ def test_wrong_arguments_and_names_are_refused(models: Mapping[str, Model], name
     for values in BAD:
         assert not is_accepted(models, name, FORMATS[name].write("f", values), GOLDEN), values
     assert not is_accepted(models, name, FORMATS[name].write("g", GOOD[0]), GOLDEN) or (
-        name in ("pythonic", "llama4_pythonic")  # at the start of an answer, this is content
-        and not parsed(name, pythonic("g", GOOD[0]), GOLDEN)
+        # At the start of an answer, these two formats take such a text as content.
+        name in ("pythonic", "llama4_pythonic") and not parsed(name, pythonic("g", GOOD[0]), GOLDEN)
     )
 
 
@@ -252,7 +252,7 @@ PARAMETERS = st.dictionaries(
 
 
 def random_call(model: Model, name: str, parameters: Any, numbers: random.Random) -> str | None:
-    """Draw allowed tokens after the start of a call; return the call if it ends."""
+    """Return the text of a random call that the grammar allows, or None if it does not end."""
     form = FORMATS[name]
     matcher = model.matcher(form.prompt, [function_of(parameters)])
     encode = model.tokenizer.tokenizer.encode
@@ -317,7 +317,7 @@ TYPED: st.SearchStrategy[tuple[Any, Any]] = VALUES.flatmap(
 
 
 def schema_of(value: Any) -> Any:
-    """Return a schema that allows a value and those like it."""
+    """Return a schema that allows this value and similar values."""
     match value:
         case None:
             return {"type": "null"}
@@ -338,7 +338,7 @@ def schema_of(value: Any) -> Any:
 
 
 def as_text(name: str, value: Any, schema: Any) -> Any:
-    """Return a value as its format writes it: strings as JSON if the schema allows others."""
+    """Return a value as its format writes it: strings as JSON if the schema has other types."""
     if name in ("qwen3_coder", "glm45", "glm47") and isinstance(value, str):
         tools = parameters_of(name, [function_of({"properties": {"a": schema}})])
         if not tools.types_of("f", "a") <= {"string", "null"}:

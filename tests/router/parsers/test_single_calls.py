@@ -45,12 +45,12 @@ def accepted(model: Model, name: str, text: str, is_parallel: bool = False) -> s
 
 
 def calls_of(name: str, text: str, model: Model, is_strict: bool) -> list[tuple[str, Any]]:
-    """Return the calls of an answer, of which only the first is kept."""
+    """Return the calls of an answer when only the first call is kept."""
     options = ParsingOptions(reads_calls=True, is_parallel=False, is_strict=is_strict, tools=TOOLS)
     parsers = AnswerParsers(tools=name, reasoning=NONE)
     make: Any = lambda: parsers.new("", options)  # noqa: E731
     answer = check_splits(make, text, model.tokenizer.tokenizer)
-    assert answer.content.strip() in ("", "<")  # the start of a tag
+    assert answer.content.strip() in ("", "<")  # only the first character of a tag may be left
     return [(called, json.loads(arguments)) for called, arguments in answer.calls]
 
 

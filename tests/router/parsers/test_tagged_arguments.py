@@ -63,7 +63,7 @@ def dumped(**values: Any) -> str:
 
 FORMS = {"qwen3_coder": qwen, "qwen3_xml": qwen, "glm45": glm45, "glm47": glm47}
 TYPED = [
-    # a value as the model writes it, and the argument
+    # Each case has a schema type, a value as the model writes it, and the parsed argument.
     ("text", CODE, CODE),
     ("text", "", ""),
     ("text", "17", "17"),
@@ -124,7 +124,7 @@ def test_answer_is_the_same_in_every_split(name: str) -> None:
         (f"I write.\n\n{call}\n{other}\n", Answer("I write.", BOTH)),
         (f"{call}\nAll is done. Yes.", Answer("All is done. Yes.", BOTH[:1])),
         (form("other.tool", ("a", "1")), Answer("", [("other.tool", '{"a": 1}')])),
-        # these are not calls, so the text is kept
+        # These texts are not calls, so they stay in the content.
         ("The tag <tool_call> begins.", Answer("The tag <tool_call> begins.")),
         ("<tool_call>", Answer("<tool_call>")),
         ("<tool_call></tool_call>", Answer("<tool_call></tool_call>")),
@@ -137,7 +137,7 @@ def test_answer_is_the_same_in_every_split(name: str) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        # answers without a tag, or that end too early
+        # Cases: answers without the outer tag, and answers that end too early.
         ("<function=now>\n</function>\n</tool_call>", Answer("", [("now", "{}")])),
         ("Use <function=other> here.", Answer("Use <function=other> here.")),
         ("<tool_call>\n<function=a b>", Answer("<tool_call>\n<function=a b>")),

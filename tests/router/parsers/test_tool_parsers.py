@@ -53,12 +53,12 @@ HERMES: list[tuple[str, Answer]] = [
         '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>',
         Answer("", [("f", '{"a": 1}')]),
     ),
-    # these are not calls, so the text is kept
+    # These texts are not calls, so they stay in the content.
     ("<tool_call>nothing</tool_call>", Answer("<tool_call>nothing</tool_call>")),
     ('<tool_call>{"a": 1}</tool_call>', Answer('<tool_call>{"a": 1}</tool_call>')),
     ('<tool_call>{"name": 5, "arguments": {}}', Answer('<tool_call>{"name": 5, "arguments": {}}')),
     ('<tool_call>{"name": }', Answer('<tool_call>{"name": }')),
-    # answers that end too early
+    # Cases: answers that end too early.
     ("x <tool_call>", Answer("x <tool_call>")),
     ('<tool_call>{"name": "add", ', Answer('<tool_call>{"name": "add", ')),
     ('<tool_call>{"name": "add", "arguments": {"a', Answer("", [("add", '{"a')])),
@@ -79,7 +79,7 @@ LLAMA: list[tuple[str, Answer]] = [
         '{"type": "function", "name": "f", "parameters": {"x": "1"}}',
         Answer("", [("f", '{"x": "1"}')]),
     ),
-    # JSON answers that are not calls
+    # Cases: JSON answers that are not calls.
     ('{"name": "Ada", "born": 1815}', Answer('{"name": "Ada", "born": 1815}')),
     (' {"name": "Ada"}', Answer(' {"name": "Ada"}')),
     ("{not JSON} {", Answer("{not JSON} {")),
@@ -262,7 +262,7 @@ def test_calls_of_kimi_have_the_ids_that_the_model_gave_them() -> None:
     make: Any = TOOL_PARSERS["kimi_k2"]
     found = parse(make(), [SECTION_BEGIN + "".join(calls) + SECTION_END])
     pairs = [(piece.text, piece.call_id) for piece in found if piece.kind == CALL]
-    # The third id names another call, and the last two have no index.
+    # The third id is already used by another call. The last two texts have no index.
     assert pairs == [("f", "functions.f:3"), ("f", "f:4"), ("f", ""), ("g", ""), ("a:b", "")]
 
 

@@ -33,13 +33,13 @@ async def test_call_alone_begins_at_once() -> None:
             pass
         else:
             raise AssertionError("the call had to wait")
-        await asyncio.sleep(0)  # ends this iteration of the event loop
+        await asyncio.sleep(0)  # begin the next iteration of the event loop
 
 
 async def test_cancelled_call_is_skipped() -> None:
     pacer = CallPacer()
     waiting = [asyncio.create_task(pacer.wait()) for _ in range(4)]
-    await asyncio.sleep(0)  # the first call begins, and the others wait
+    await asyncio.sleep(0)  # the first call begins; the other three wait
     for each in waiting[1:3]:
         each.cancel()
     await asyncio.wait_for(waiting[3], 30)

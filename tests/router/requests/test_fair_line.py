@@ -99,7 +99,7 @@ def test_slot_becomes_free_for_a_tenant_that_was_served_less() -> None:
     assert [line.take([0]) is not None for _ in range(5)] == [True] * 4 + [False]
     line.add("other", "o", SIZE)
     line.end(0)
-    assert line.take([0]) is None  # the slot is reserved for `other`, which was served less
+    assert line.take([0]) is None  # `other` was served less, so it gets the next free slot
     for _ in range(3):
         line.end(0)
     begun = line.take([0])
@@ -115,7 +115,7 @@ def test_slots_that_are_not_usable_get_no_job() -> None:
     assert begun is not None
     assert begun.slot == 1
     line.add("a", "y", SIZE)
-    assert line.take([0]) is None  # the tenant of this job already has the other slot
+    assert line.take([0]) is None  # a tenant may have one of the slots only
 
 
 def test_cleared_line_is_empty_and_takes_jobs_again() -> None:

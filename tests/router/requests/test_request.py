@@ -77,7 +77,7 @@ def test_ends_of_the_ranges_are_accepted(name: str, bounds: tuple[float, float])
     for value in bounds:
         params = resolve_sampling(GenerationRequest([5], changed(name, value)), MODEL, BOUNDS)
         assert getattr(params, name) == pytest.approx(value)
-    # A positive lower limit must not become 0 on the wire, because workers may divide by it.
+    # A small positive limit must not be rounded to 0 on the wire: workers may divide by it.
     if bounds[0] > 0:
         params = resolve_sampling(GenerationRequest([5], changed(name, bounds[0])), MODEL, BOUNDS)
         assert getattr(params, name) > 0

@@ -48,7 +48,8 @@ async def test_plain_tokens_go_to_the_writer_and_others_to_the_queue() -> None:
     output = RequestOutput(stream, 0, [text], frozenset(), lambda *cut: None)
     tokens = TOKENIZER.encode("a b c d e", add_special_tokens=False).ids[:5]
     pieces = [PIECES.text_of(token) for token in tokens]
-    output.deliver(0, 0, tokens[0], Finish.NONE, None)  # nobody waits for the stream yet
+    # No reader waits yet, so the token is queued.
+    output.deliver(0, 0, tokens[0], Finish.NONE, None)
     assert (await anext(stream)).position == 0
     reader = asyncio.ensure_future(anext(stream))
     await asyncio.sleep(0)
@@ -58,7 +59,8 @@ async def test_plain_tokens_go_to_the_writer_and_others_to_the_queue() -> None:
     can_write = False
     output.deliver(0, 2, tokens[2], Finish.NONE, None)
     can_write = True
-    output.deliver(0, 3, tokens[3], Finish.NONE, None)  # the previous token has not been read
+    # Token 2 is still unread, so token 3 is merged with it.
+    output.deliver(0, 3, tokens[3], Finish.NONE, None)
     merged = await reader
     assert (merged.position, list(merged.tokens)) == (2, tokens[2:4])
     reader = asyncio.ensure_future(anext(stream))
@@ -83,7 +85,7 @@ async def test_likeliest_choices_are_delivered_once_all_have_ended(with_logprobs
             output.deliver(choice, position, choice, finish, TokenLogprobs(chosen=value))
     stream.request_ended(1, None)
     best, second = [each async for each in stream]
-    # Ranked by mean logprob: -0.7 for choice 1, then -1.9 for choice 3.
+    # The choices are ranked by mean logprob: choice 1 (-0.7), then choice 3 (-1.9).
     assert (best.choice, list(best.tokens), best.finish) == (0, [1, 1, 1], "length")
     assert (second.choice, list(second.tokens)) == (1, [3, 3])
     assert [entry is not None for entry in best.logprobs] == [with_logprobs] * 3

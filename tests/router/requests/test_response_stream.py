@@ -46,7 +46,7 @@ async def test_unread_deltas_are_delivered_before_an_error() -> None:
     stream.add_request(2, 0)
     stream.push(delta(0))
     stream.request_ended(1, ServingError(Code.INTERNAL, "broken"))
-    assert cancelled == [2]  # one failed request ends the whole call: request 2 is cancelled
+    assert cancelled == [2]  # the failed request ends the whole call, so request 2 is cancelled
     assert (await anext(stream)).position == 0
     with pytest.raises(ServingError, match="broken"):
         await anext(stream)
@@ -73,10 +73,10 @@ async def test_stream_has_ended_when_the_last_delta_is_read_and_all_requests_hav
     stream.add_request(1, 0)
     stream.push(delta(0))
     await anext(stream)
-    assert not stream.has_ended  # the request has not
+    assert not stream.has_ended  # request 1 still runs
     stream.push(delta(1))
     stream.request_ended(1, None)
-    assert not stream.has_ended  # a delta is unread
+    assert not stream.has_ended  # the last delta is unread
     await anext(stream)
     assert stream.has_ended
     stream.close()
@@ -98,12 +98,12 @@ async def test_writer_takes_tokens_only_while_the_reader_waits_and_nothing_is_un
     stream = ResponseStream(100, lambda requests: None)
     stream.add_request(1, 0)
     stream.writer = lambda *token: True
-    assert stream.idle_writer is None  # nobody reads yet
+    assert stream.idle_writer is None  # no reader waits yet
     reader = asyncio.ensure_future(anext(stream))
     await asyncio.sleep(0)
     assert stream.idle_writer is stream.writer
     stream.push(delta(0))
-    assert stream.idle_writer is None  # the reader must send this delta first
+    assert stream.idle_writer is None  # the reader must first get the queued delta
     assert (await reader).position == 0
     assert stream.idle_writer is None
     reader = asyncio.ensure_future(anext(stream))

@@ -1,4 +1,4 @@
-"""Long lists of tokens are decoded in slices, to the same text."""
+"""Long lists of tokens are decoded in slices; the text is the same as without slices."""
 
 from collections.abc import Callable
 

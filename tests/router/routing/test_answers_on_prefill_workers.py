@@ -1,4 +1,4 @@
-"""Answers that prefill workers generate, and their return to decode workers."""
+"""Answers that prefill workers generate, and that later move to decode workers."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from tests.support.router_harness import AT, D, P, Router, submits
 
 
 class Fleet(Router):
-    """A router with one prefill and one decode worker, whose costs are measured."""
+    """A router with one prefill and one decode worker, whose speeds are measured."""
 
     def __init__(self, limits: DispatcherLimits | None = None) -> None:
         super().__init__(P, D, limits=limits)
@@ -48,11 +48,11 @@ class Fleet(Router):
 
 
 def busy_decode_worker(limits: DispatcherLimits | None = None) -> tuple[Fleet, list[Command]]:
-    """Return a router that has placed a request while its decode worker was slow and busy."""
+    """Return a router and the placement of a request that arrived while d was slow and busy."""
     router = Fleet(limits)
     router.decode("p", 1, 0.02)
     router.report("p", running=0)
-    router.wait(30.0, "p", "d")  # the prefill worker has no prompts
+    router.wait(30.0, "p", "d")  # for 30 s, the prefill worker computes no prompts
     router.decode("d", 3, 0.2)
     return router, router.arrive(1, max_tokens=500)
 

@@ -1,4 +1,4 @@
-"""The number of cached prompt tokens: the first worker's number, delivered once."""
+"""The number of cached prompt tokens: the first worker's number counts, and is delivered once."""
 
 from collections.abc import Sequence
 
@@ -59,7 +59,7 @@ def test_number_of_the_next_worker_counts_if_the_first_never_began() -> None:
     ((first, _, _),) = submits(router.arrive(num_prompt=9))
     second = "n" if first == "m" else "m"
     router(WorkerLost(first))
-    assert numbers_in(router(admitted(second, 1, 4))) == []  # an attempt of another worker
+    assert numbers_in(router(admitted(second, 1, 4))) == []  # attempt 1 belongs to the lost worker
     assert numbers_in(router(admitted(second, 2, 8))) == [8]
 
 

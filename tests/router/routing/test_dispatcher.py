@@ -115,7 +115,8 @@ def test_request_keeps_its_lease_while_the_decode_pool_is_full() -> None:
     router.step("p", 1, 0)
     router(WorkerLost("d"))
     router(WorkerUp(tight))
-    assert submits(router.arrive(2)) == [("p", 2, 1)]  # also reserves the only sequence slot of d
+    # Request 2 reserves the only sequence slot of d.
+    assert submits(router.arrive(2)) == [("p", 2, 1)]
     assert router(Yielded("p", 1, 1, 3)) == []
     assert router.dispatcher.phases() == {Phase.YIELDED: 1, Phase.RUNNING: 1}
     (drop, _, submit) = router(ClientDisconnected(2))
@@ -210,7 +211,7 @@ def test_request_whose_deadline_has_passed_is_not_queued() -> None:
 
 
 def test_queued_request_is_not_placed_after_its_deadline() -> None:
-    """The deadline is checked when the request would be placed, and not only at a tick."""
+    """The deadline is checked when the request would be placed, not only at the next tick."""
     router = Router(info_of("m", "mixed", max_sequences=1))
     router.arrive(1)
     router.arrive(2, deadline=router.now + 0.05)
@@ -235,7 +236,7 @@ def test_request_whose_wait_would_exceed_its_deadline_is_refused_at_once() -> No
     router = Router(info_of("m", "mixed", max_sequences=1))
     for number in range(1, 41):
         router.arrive(number)
-    for number in range(1, 21):  # one request a second
+    for number in range(1, 21):  # the worker serves one request per second
         router.now += 1.0
         router.step("m", 1, 0, Finish.STOP, number)
     commands = router.arrive(100, deadline=router.now + 10)
@@ -249,7 +250,7 @@ def test_request_whose_wait_would_exceed_its_deadline_is_refused_at_once() -> No
 
 @pytest.fixture
 def impatient() -> Router:
-    """A router with a longest wait of 5 s and a worker that has served one request a second."""
+    """A router with `max_wait_seconds=5`, and a worker that has served one request per second."""
     one_row = info_of("m", "mixed", max_sequences=1)
     router = Router(one_row, limits=DispatcherLimits(max_wait_seconds=5.0))
     router.arrive(1)
@@ -258,7 +259,7 @@ def impatient() -> Router:
         router.now += 1.0
         router.arrive(number + 2)
         assert submits(router.step("m", 1, 0, Finish.STOP, number)) == [("m", number + 1, 1)]
-    return router  # request 21 runs, and 22 has just arrived
+    return router  # request 21 runs, and request 22 waits
 
 
 def test_request_that_would_wait_too_long_is_refused_at_once(impatient: Router) -> None:

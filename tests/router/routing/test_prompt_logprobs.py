@@ -30,7 +30,8 @@ def test_prompt_logprobs_are_delivered_once_across_a_worker_loss() -> None:
     ((first, _, _),) = submits(router.arrive(num_prompt=9))
     second = "n" if first == "m" else "m"
     assert logprobs_in(router(scored(first, 1, 1, 4))) == ["1", "2", "3"]
-    assert logprobs_in(router(scored(second, 1, 4, 6))) == []  # another worker runs the request
+    # The request still runs on `first`, so another worker's logprobs are ignored.
+    assert logprobs_in(router(scored(second, 1, 4, 6))) == []
     again = [c for c in router(WorkerLost(first)) if isinstance(c, Submit)]
     assert [(c.worker, c.attempt, c.prompt_known) for c in again] == [(second, 2, 4)]
     assert logprobs_in(router(scored(second, 1, 1, 9))) == []

@@ -248,14 +248,15 @@ def test_live_migration_submits_then_yields_then_transfers() -> None:
     history = migrating()
     assert history.commands == [submit("v", 2, (100,), Source("w", "1", 1, 3, "L"))]
     assert history.phase is Phase.RUNNING
-    assert history.token("w", 1, 1) is AppendResult.APPENDED  # w still runs the request
+    assert history.token("w", 1, 1) is AppendResult.APPENDED  # the request still runs on w
     history.ready()
     assert history.commands == [Yield("w", 1, 1)]
     history.ready()
-    assert history.commands == []  # the Yield is sent once
+    assert history.commands == []  # the Yield is not sent a second time
     assert history.token("w", 1, 2) is AppendResult.APPENDED
     history.yielded(kv_len=5)
-    assert history.commands == [Drop("v", 1, 2)]  # v's Submit lacks the latest tokens
+    # The Submit to v lacks the latest tokens, so v gets a new one after this Drop.
+    assert history.commands == [Drop("v", 1, 2)]
     assert history.state.decode_target == "v"
     history.place(V)
     assert history.commands == [submit("v", 3, (100, 101, 102), Source("w", "1", 1, 5, "L"))]

@@ -25,7 +25,7 @@ from tests.support.router_world import World, info_of
 
 
 def start_on(worker: str, router: Router) -> None:
-    """Place request 1 on `worker` and deliver its first token."""
+    """Place request 1 on `worker`, and deliver the request's first token."""
     assert submits(router.arrive()) == [(worker, 1, 1)]
     router.step(worker, 1, 0)
 
@@ -120,7 +120,7 @@ def test_drain_to_the_only_prefill_worker_moves_each_request_once() -> None:
 def test_assigned_role_applies_to_later_processes_of_the_same_name() -> None:
     router = Router(P, D)
     router(RoleChanged("d", "mixed"))
-    router(RoleChanged("x", "prefill"))  # x is not connected yet
+    router(RoleChanged("x", "prefill"))  # x connects later
     router(WorkerLost("d"))
     router(WorkerUp(info_of("d", "decode", incarnation="2")))
     router(WorkerUp(info_of("x", "decode")))
@@ -139,7 +139,7 @@ def test_mixed_worker_assigned_to_decode_gets_no_prompts() -> None:
 
 
 def test_no_prompt_is_recomputed_elsewhere_when_roles_swap_under_load() -> None:
-    """Swap prefill and decode roles repeatedly, without faults."""
+    """Swap the roles of a prefill and a decode worker repeatedly, without faults."""
     rng = Random(2)
     infos = [info_of(f"w{at}", role, num_blocks=512) for at, role in enumerate(["prefill"] * 2)]
     infos += [info_of(f"w{at + 2}", role, num_blocks=512) for at, role in enumerate(["decode"] * 2)]
@@ -164,6 +164,6 @@ def test_no_prompt_is_recomputed_elsewhere_when_roles_swap_under_load() -> None:
         for submit in commands:
             if isinstance(submit, Submit):
                 workers = workers_of.setdefault(submit.request.id, set())
-                # Without a source, a request may go only to workers that have cached its prompt.
+                # A request without a source may go only to workers that have cached its prompt.
                 assert not workers or submit.source or submit.worker in workers
                 workers.add(submit.worker)

@@ -1,4 +1,4 @@
-"""Workers that send heartbeats but make no progress are detected, without false alarms."""
+"""Workers that send heartbeats but end no step are detected, and others are not."""
 
 import hypothesis.strategies as st
 from hypothesis import given
@@ -90,7 +90,7 @@ def test_worker_that_waits_for_a_slow_one_to_yield_is_not_stuck() -> None:
 def test_stuck_time_of_a_decode_worker_restarts_with_each_stage_of_a_transfer() -> None:
     router = Router(P, D)
     router.arrive()
-    # So far d has only reserved capacity.
+    # Until now, d has only reserved capacity, so it is not stuck.
     assert closed_streams(router.wait(STUCK_SECONDS - 1, "p", "d")) == []
     router.step("p", 1, 0)
     router(Yielded("p", 1, 1, 3))
@@ -182,6 +182,7 @@ def test_last_worker_is_closed_as_stuck_although_it_has_the_prompt_of_a_queued_r
         router.arrive(number, num_prompt=3 * size + 1, prompt_hashes={size: hashes})
     assert router.dispatcher.num_queued == 1
     assert closed_streams(router.wait(STUCK_SECONDS + 1, "m")) == [("m", True)]
-    assert router.dispatcher.prefix_index.num_blocks("m") == 3  # until WorkerLost
+    # The index keeps the blocks until WorkerLost.
+    assert router.dispatcher.prefix_index.num_blocks("m") == 3
     router(Tick())
     assert submits(router.arrive(99, num_prompt=3 * size + 1, prompt_hashes={size: hashes})) == []

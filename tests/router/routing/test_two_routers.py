@@ -1,4 +1,4 @@
-"""Several routers over the same workers: no overload, no starvation, and every request ends."""
+"""Several routers share workers: no worker is overloaded, and no router starves."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -33,7 +33,7 @@ from tests.support.columns import tokens_of
 from tests.support.fake_worker import FakeWorker, reference
 from tests.support.router_world import info_of
 
-SPAN = 1000  # request numbers reserved per router
+SPAN = 1000  # each router uses its own range of request numbers
 
 
 @dataclass
@@ -63,7 +63,7 @@ class Shared:
             Router(number, Dispatcher(policy_of("cost"), limits)) for number in range(num_routers)
         ]
         self.now = 0.0
-        # For each step: number of sequences above max_sequences.
+        # For each step: number of sequences that exceed max_sequences.
         self.waiting_counts: list[int] = []
         for router in self.routers:
             for info in infos:
@@ -148,7 +148,7 @@ def test_all_requests_of_all_routers_end(
     num_workers: int, num_routers: int, ttft_slo: float, seed: int
 ) -> None:
     rng = Random(seed)
-    # One long answer takes a third of a worker's blocks, so other routers' usage matters.
+    # A long answer takes a third of a worker's blocks, so other routers must count its blocks.
     infos = [info_of(f"m{n}", "mixed", num_blocks=12) for n in range(num_workers)]
     shared = Shared(infos, num_routers, ttft_slo)
     for _ in range(30):
@@ -177,7 +177,7 @@ def test_requests_queue_at_the_routers_and_not_at_a_full_worker(num_routers: int
 
 @pytest.mark.parametrize("ttft_slo", SLOS)
 def test_router_with_many_requests_does_not_starve_another(ttft_slo: float) -> None:
-    """A router that floods a worker does not starve a router that sends a request later."""
+    """A router that floods a worker does not starve a router that sends requests later."""
     shared = Shared([info_of("m0", "mixed", num_blocks=1000)], 2, ttft_slo)
     for _ in range(200):
         shared.submit_request(0, 3, 12)

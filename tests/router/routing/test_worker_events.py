@@ -113,7 +113,8 @@ def test_worker_that_rejects_gets_no_requests_until_its_next_load_report() -> No
     assert submits(router(Rejected("m", 1, 1, "full"))) == [("n", 1, 2)]
     assert router(Rejected("n", 1, 2, "full")) == []
     assert router.dispatcher.num_queued == 1
-    assert router(Stepped("m", TokenColumns())) == []  # this event has no load report
+    # Only a load report ends the pause, and this event has none.
+    assert router(Stepped("m", TokenColumns())) == []
     assert submits(router(Stepped("m", TokenColumns(), WorkerLoad()))) == [("m", 1, 3)]
 
 
@@ -213,11 +214,11 @@ def test_run_of_tokens_is_appended_as_a_whole_or_not_at_all() -> None:
     assert not append("m", [TokenRun(1, 1, 0, 0, [5, 6])]), "the first token starts the attempt"
     router(Stepped("m", columns_of([NewToken(1, 1, 0, 0, 5), NewToken(2, 1, 0, 0, 6)])))
     for wrong in (
-        ("n", TokenRun(2, 1, 0, 1, [7])),  # another worker
-        ("m", TokenRun(2, 2, 0, 1, [7])),  # another attempt
-        ("m", TokenRun(2, 1, 1, 1, [7])),  # no such choice
+        ("n", TokenRun(2, 1, 0, 1, [7])),  # wrong worker
+        ("m", TokenRun(2, 2, 0, 1, [7])),  # wrong attempt
+        ("m", TokenRun(2, 1, 1, 1, [7])),  # the request has no such choice
         ("m", TokenRun(2, 1, 0, 2, [7])),  # a gap
-        ("m", TokenRun(9, 1, 0, 1, [7])),  # no such request
+        ("m", TokenRun(9, 1, 0, 1, [7])),  # there is no such request
     ):
         assert not append(wrong[0], [TokenRun(1, 1, 0, 1, [6, 7]), wrong[1]])
     assert append("m", [TokenRun(1, 1, 0, 1, [6, 7]), TokenRun(2, 1, 0, 1, [7, 8])])
@@ -234,11 +235,11 @@ def test_refused_tokens_of_a_step_are_not_delivered() -> None:
     router(Stepped("m", columns_of([NewToken(1, 1, 0, 0, 5), NewToken(2, 1, 0, 0, 6)])))
     logprobs = {0: "unknown", 1: "again", 3: "new"}
     step = [
-        NewToken(9, 1, 0, 0, 7),  # an unknown request
-        NewToken(1, 1, 0, 0, 5),  # known already
+        NewToken(9, 1, 0, 0, 7),  # refused: the request is unknown
+        NewToken(1, 1, 0, 0, 5),  # refused: the position is already known
         NewToken(1, 1, 0, 1, 8),
         NewToken(2, 1, 0, 1, 9, Finish.LENGTH),
-        NewToken(2, 1, 0, 2, 4),  # after the end
+        NewToken(2, 1, 0, 2, 4),  # refused: the request has ended
     ]
     commands = router(Stepped("m", replace(columns_of(step), logprobs=logprobs)))
     accepted = replace(columns_of([step[2], step[3]]), logprobs={1: "new"})

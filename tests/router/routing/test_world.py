@@ -60,7 +60,7 @@ class Chaos:
 
     def __init__(self, world: World, loss_rate: float) -> None:
         self.world = world
-        self.loss_rate = loss_rate  # probability, before each event, that KV blocks are lost
+        self.loss_rate = loss_rate  # probability that KV blocks are lost, applied before each event
         self.num_requests = 0
         self.known_workers: list[WorkerInfo] = [worker.info for worker in world.workers.values()]
 

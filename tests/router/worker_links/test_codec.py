@@ -217,4 +217,5 @@ def test_every_message_of_the_protocol_is_known() -> None:
     (bodies,) = pb.ToRouter.DESCRIPTOR.oneofs
     assert {field.name for field in bodies.fields} - {"welcome"} == set(codec.DECODERS)
     (bodies,) = pb.ToWorker.DESCRIPTOR.oneofs
-    assert len(bodies.fields) - 2 == len(codec.ENCODERS)  # hello and heartbeat have no encoder
+    # Hello and heartbeat are sent without an encoder.
+    assert len(bodies.fields) - 2 == len(codec.ENCODERS)

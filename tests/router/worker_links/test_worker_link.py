@@ -80,7 +80,7 @@ async def test_large_step_is_posted_in_slices_between_which_others_run(
     monkeypatch.setattr(worker_link, "MAX_EVENT_TOKENS", 4)
     link = link_to(worker, received)
     await until(lambda: received.count(ev.WorkerUp))
-    seen: set[int] = set()  # numbers of events between which another callback has run
+    seen: set[int] = set()  # numbers of delivered events at which another callback has run
 
     async def watch() -> None:
         while received.count(ev.Stepped) < 3:
@@ -124,7 +124,7 @@ async def test_heartbeats_are_more_frequent_to_a_busy_worker(
     link = link_to(worker, received)
     await until(lambda: received.count(ev.WorkerUp) == 2)
     before = worker.num_heartbeats
-    # After a command, the link treats the worker as busy, whatever its load reports say.
+    # After a command, the link treats the worker as busy, even if it reports to be idle.
     link.send(ev.Drop("w0", 1, 1))
     await until(lambda: worker.num_heartbeats == before + 1)
     await asyncio.sleep(0.3)

@@ -133,7 +133,7 @@ def test_bits_are_equal_with_cached_prompts(engine: Engine, expected: Bits) -> N
 def test_bits_are_equal_in_an_engine_with_another_history(
     folder: Path, engine: Engine, expected: Bits
 ) -> None:
-    """The second engine's tables have grown, and its cache holds NaN and other requests' KV."""
+    """Other requests have filled this engine's tables and cache; the cache also holds NaN."""
     other = make_engine(folder)
     torch.nn.init.constant_(other.cache.data, torch.nan)
     run_greedy(other, [5] * 200, 30)
@@ -171,7 +171,8 @@ def test_batch_dependent_linear_layer_is_detected(folder: Path) -> None:
 def test_check_and_warm_up_leave_no_work_and_no_counts(folder: Path, sizes: dict[str, int]) -> None:
     engine = make_engine(folder, **sizes)
     check_batch_invariance(engine)
-    assert engine.batcher.limits == engine.limits  # so the warm-up computes its prompt in one step
+    # The largest budget lets the warm-up compute its prompt in one step.
+    assert engine.batcher.limits == engine.limits
     engine.warm_up()
     assert engine.step().empty
     load = engine.load()

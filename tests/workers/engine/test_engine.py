@@ -47,7 +47,7 @@ def engine(checkpoint: Path) -> Engine:
 
 
 def greedy_without_cache(engine: Engine, prompt: list[int], num_tokens: int) -> list[int]:
-    """Return a greedy answer; the whole sequence is recomputed for each token."""
+    """Return a greedy answer. For each token, the whole sequence is computed again."""
     tokens = list(prompt)
     for number in range(num_tokens):
         engine.submit(greedy_sequence("one", tokens, 1, salt=b"%d" % number))
@@ -279,7 +279,7 @@ def test_warm_up_includes_block_moves_and_leaves_the_cache_unchanged(
 def test_sampler_admits_rows_on_the_compute_stream(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps do not wait for other CUDA streams, so rows are admitted on the compute stream."""
+    """Rows are admitted on the compute stream, because steps do not wait for other CUDA streams."""
     in_compute_stream, admitted, admit = [], [], engine.executor.sampler.admit
 
     @contextmanager

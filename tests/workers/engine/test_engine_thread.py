@@ -28,9 +28,9 @@ class StubPlan:
 
 
 class StubEngine:
-    """A stub engine with `work` steps, each blocked until `gate` is released; counts its plans.
+    """A stub engine that counts its plans; each of its `work` steps waits until `gate` is released.
 
-    It is its own batcher, executor and output processor.
+    The stub is also its own batcher, executor and output processor.
     """
 
     def __init__(self, plans_ahead: bool) -> None:
@@ -94,7 +94,7 @@ class StubEngine:
 
 
 class Received:
-    """Results and errors that the event loop received."""
+    """The results and errors that the event loop has received."""
 
     def __init__(self) -> None:
         self.results: list[StepResult] = []
@@ -130,12 +130,13 @@ async def test_progress_timer_runs_while_a_step_does_not_end(ahead: bool) -> Non
     loop = EngineThread(cast(Engine, engine), received.deliver, received.fatal, timer)
     await loop.call(lambda _: None)
     await received.until(lambda: len(received.results) == 1)
-    async with asyncio.timeout(60):  # the result may arrive shortly before the thread is idle
+    # The thread may become idle shortly after the result has arrived.
+    async with asyncio.timeout(60):
         while timer.waited(time.monotonic() + 100):
             await asyncio.sleep(0.001)
     loop.post(add_work(2))
     await asyncio.to_thread(engine.stepping.wait, 60)
-    # Commands do not count as progress of the engine.
+    # Commands run meanwhile, but they do not count as progress of the engine.
     calls = [loop.call(lambda _: None) for _ in range(3)] if ahead else []
     await asyncio.gather(*calls)
     assert timer.waited(time.monotonic() + 100) > 100
@@ -161,7 +162,7 @@ async def test_commands_run_in_order_before_the_next_step() -> None:
     await asyncio.to_thread(engine.stepping.wait, 60)
     for name in "ab":
         loop.post(lambda _, name=name: engine.log.append(name))  # type: ignore[misc]
-    assert engine.log == []  # `post` does not wait for the running step
+    assert engine.log == []  # `post` returns before the running step ends
     engine.gate.release()
     await received.until(lambda: len(received.results) == 1)
     engine.gate.release(2)
@@ -178,7 +179,7 @@ async def test_commands_do_not_wait_for_the_step_when_planning_ahead() -> None:
     for name in "ab":
         loop.post(lambda _, name=name: engine.log.append(name))  # type: ignore[misc]
     await loop.call(lambda _: None)
-    assert engine.log == ["a", "b"]  # the step is still running
+    assert engine.log == ["a", "b"]  # this step has not ended yet
     engine.gate.release(3)
     await received.until(lambda: engine.log.count("step") == 3)
     assert engine.log == ["a", "b", "step", "step", "step"]

@@ -1,4 +1,4 @@
-"""ModelRunner returns logits of the sampling rows only, and a step writes only its own KV slots."""
+"""ModelRunner: logits of the sampling rows only, and writes to the step's own KV slots only."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -44,12 +44,12 @@ def test_step_writes_only_its_own_slots(decoder: Decoder) -> None:
     ModelRunner(decoder, cache).run(plan)
     written = torch.zeros(planner.num_blocks, BLOCK_SIZE, dtype=torch.bool)
     written.view(-1)[torch.from_numpy(plan.slots).long()] = True
-    touched = (cache.data != 5.0).any(-1)  # [layers, sides, blocks, heads, slots]
+    touched = (cache.data != 5.0).any(-1)  # shape [layers, sides, blocks, heads, slots]
     assert torch.equal(touched, written[None, None, :, None].expand_as(touched))
 
 
 def test_sequence_continues_from_copied_blocks(decoder: Decoder) -> None:
-    """A sequence has equal logits after its blocks were copied to other blocks of another cache."""
+    """Copying a sequence's blocks to other blocks of another cache does not change its logits."""
     planner = Planner(PROMPTS, max_new=2)
     cache = make_cache(decoder, planner.num_blocks)
     runner = ModelRunner(decoder, cache)

@@ -44,7 +44,7 @@ def make_engine(checkpoint: Path) -> Engine:
 
 @pytest.fixture(params=["a thread computes", "a device computes"])
 def engine(checkpoint: Path, request: pytest.FixtureRequest) -> Engine:
-    """An engine that plans ahead, with a compute thread, or with the CPU in place of a GPU."""
+    """An engine that plans ahead, with a compute thread or with a CPU that acts as a GPU."""
     engine = make_engine(checkpoint)
     engine.plans_ahead = True
     engine.executor.on_device = request.param == "a device computes"
@@ -126,7 +126,7 @@ def test_exception_of_the_model_is_raised_on_the_engines_thread(
 
 
 def test_steps_are_planned_ahead_unless_sampling_reads_the_answer(checkpoint: Path) -> None:
-    """A penalty depends on the answer so far, so a step with a penalty is not planned ahead."""
+    """A penalty depends on the previous tokens, so a step with penalties is not planned ahead."""
     plain, *_, with_penalty, _ = sequences()
     for new, ahead in ((plain, True), (with_penalty, False)):
         engine = make_engine(checkpoint)

@@ -1,4 +1,4 @@
-"""Structured outputs in the engine: answers have the required form, however they are computed."""
+"""Structured outputs in the engine: answers have the required form in every kind of run."""
 
 import dataclasses
 import json
@@ -152,7 +152,7 @@ def test_answers_do_not_depend_on_how_many_forced_tokens_a_step_takes(
 
 
 def num_steps(engine: Engine, params: SamplingParams) -> tuple[int, StepResult]:
-    """Return the number of steps of an answer, and the result of the step with the most tokens."""
+    """Return the number of steps of an answer, and the result of the step with most tokens."""
     engine.submit(constrained(engine, "one", params))
     results = []
     while (result := engine.step()).output is not None:

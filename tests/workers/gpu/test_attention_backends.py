@@ -1,4 +1,4 @@
-"""Engines and runners with attention backends of other libraries, whose stand-ins use torch."""
+"""Engines and runners with attention backends of other libraries, replaced by stand-ins."""
 
 import logging
 import sys
@@ -38,7 +38,7 @@ def _modules(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     folder: Path = tmp_path_factory.mktemp("model")
-    make_checkpoint(folder, "qwen2-window")  # two windows
+    make_checkpoint(folder, "qwen2-window")  # a model whose layers have two different windows
     return load_model(folder, "auto", CPU)[1]
 
 

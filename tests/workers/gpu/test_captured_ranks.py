@@ -47,7 +47,7 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> list[Tape]:
         return made[-1]
 
     record_launches_and_collectives(monkeypatch)
-    # Small partitions, so that sequences have several of them.
+    # Use small partitions, so that each sequence has several.
     monkeypatch.setattr(work_items, "SPLIT", 32)
     monkeypatch.setattr(work_items, "QUANTUM", 32)
     monkeypatch.setattr(rank_runtime, "_runs_asynchronously", lambda decoder: True)
@@ -79,7 +79,7 @@ def test_recorded_steps_of_ranks_equal_computed_ones(tmp_path: Path, tapes: list
 
     agree(run_ranks(model, with_graphs), expected)
     assert len(tapes) == 2
-    assert all(tape.captured == 3 for tape in tapes)  # graphs of 1, 2 and 4 rows
+    assert all(tape.captured == 3 for tape in tapes)  # each rank has graphs of 1, 2 and 4 rows
     assert tapes[0].num_commands == tapes[1].num_commands > 100
     assert tapes[0].replayed == tapes[1].replayed > 5
 

@@ -35,7 +35,7 @@ FAMILIES = ("llama", *(("gpt-oss", "deepseek") if ON_GPU else ()))
 on a CPU only tests of single kernels cover them."""
 
 DTYPES = ("float32", "bfloat16") if ON_GPU else ("float32",)
-SPLIT = 32  # positions per attention partition; the requests have several partitions
+SPLIT = 32  # positions per partition; a request has several partitions
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +46,7 @@ def _small_partitions_and_exact_products(monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 class Replays:
-    """Captures functions as CUDA graphs (on a CPU: keeps the functions); counts the replays."""
+    """Captures functions as CUDA graphs (on a CPU, it stores the functions); counts the replays."""
 
     def __init__(self) -> None:
         self.replayed = 0

@@ -33,7 +33,7 @@ def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 def make_runner(decoder: Decoder, planner: Planner) -> tuple[DeviceRunner, Replays]:
     cache = make_cache(decoder, planner.num_blocks + 1)
-    cache.data[:, :, :-1] = torch.nan  # as if a sequence with NaN had used these blocks
+    cache.data[:, :, :-1] = torch.nan  # as if an earlier sequence with NaN had used these blocks
     runner, replays = DeviceRunner(decoder, cache, GraphBuckets(8, 64)), Replays()
     runner.capture(replays)
     return runner, replays

@@ -40,7 +40,7 @@ def make_runner(decoder: Decoder, planner: Planner) -> ModelRunner:
     cache.data.fill_(torch.nan)
     if not ON_GPU:
         return ModelRunner(decoder, cache)
-    cache.data[:, :, -1] = 0  # the scratch block of padding rows
+    cache.data[:, :, -1] = 0  # scratch block, to which padding rows write
     runner = DeviceRunner(decoder, cache, GraphBuckets(4, 64))
     runner.capture(CudaCaptures(DEVICE))
     return runner
@@ -79,7 +79,8 @@ def errors(found: Tensor, exact: Tensor) -> Tensor:
 @pytest.mark.parametrize("family", FAMILIES if ON_GPU else FAMILIES[:1])
 def test_logits_are_as_exact_as_those_of_transformers(family: str, tmp_path: Path) -> None:
     reference = make_checkpoint(tmp_path, family)
-    reference = reference.to(DEVICE, torch.bfloat16)  # weights that bfloat16 holds exactly
+    # Round the weights to bfloat16, so that both models have equal weights.
+    reference = reference.to(DEVICE, torch.bfloat16)
     numbers = np.random.default_rng(5)
     texts = [numbers.integers(4, VOCAB_SIZE, n + MAX_NEW + 1).tolist() for n in LENGTHS]
     theirs = reference_logits(reference, texts, torch.bfloat16)
@@ -89,8 +90,8 @@ def test_logits_are_as_exact_as_those_of_transformers(family: str, tmp_path: Pat
     prompts = [text[:length] for text, length in zip(texts, LENGTHS, strict=True)]
     planner = Planner(prompts, MAX_NEW + 1)
     ours = logits_of(make_runner(decoder, planner), planner, texts)
-    # Compare medians, because rounding may change the expert that a token chooses. Both round to
-    # bfloat16 about as often, but at different places, so their errors are of similar size.
+    # Compare medians, because rounding may change the expert that a token chooses.
+    # Both models round to bfloat16 about as often, so their errors are of similar size.
     found, allowed = errors(ours, exact).median(), 2 * errors(theirs, exact).median()
     assert found <= allowed, f"relative error {found:.1e}, at most {allowed:.1e} expected"
     assert ours.isfinite().all()

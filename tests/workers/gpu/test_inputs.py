@@ -57,7 +57,7 @@ def test_rows_equal_the_plan_and_padding_uses_the_scratch_block(
     assert (slots[count:] // BLOCK_SIZE == SCRATCH).all()
     assert (contexts[count:] == 1).all()
     assert (positions[count:] == 0).all()
-    # `packed` must not change the padding rows, because later steps reuse them.
+    # Later steps reuse the padding rows, so `packed` must not change them.
     np.testing.assert_array_equal(rows, padding(MAX_ROWS, BLOCK_SIZE, SCRATCH))
 
 

@@ -47,11 +47,11 @@ def test_largest_step_reaches_its_limits(sizes: StepLimits) -> None:
 
 def test_graph_bytes_are_the_shared_pool_and_the_cost_of_each_graph() -> None:
     assert graph_bytes([1000, 700, 690], 35) == 300 + 34 * 10
-    # Four graphs took 32 in one step of the driver, so each of the 34 others is estimated at 8.
+    # The driver allocated 32 for four graphs at once, so each of the other 34 is estimated at 8.
     assert graph_bytes([1000, 700, 700, 668, 668, 668], 35) == 300 + 34 * 8
     assert graph_bytes([1000, 700], 1) == 300
-    assert graph_bytes([], 35) == 0  # 0 if no graph was captured
-    assert graph_bytes([1000, 1010, 1020], 35) == 0  # 0 if another process freed memory meanwhile
+    assert graph_bytes([], 35) == 0  # no graph was captured
+    assert graph_bytes([1000, 1010, 1020], 35) == 0  # another process has freed memory meanwhile
 
 
 def test_profile_leaves_neither_graphs_nor_cache_behind(
@@ -87,7 +87,7 @@ def test_profile_leaves_neither_graphs_nor_cache_behind(
         alive.append(any(each() is not None for each in runners))
 
     monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
-    gc.disable()  # garbage may be collected only by the profile
+    gc.disable()  # only the profile itself may collect garbage
     try:
         profile_step_bytes(decoder, FORMATS["int8"], StepLimits(2, 8, 32, 4), False)
     finally:

@@ -134,7 +134,7 @@ def test_cache_takes_the_remaining_memory(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("name", choice.EXTERNAL)
 def test_installed_attention_backend_agrees_with_the_reference(name: str) -> None:
-    """The trial of a worker's start, for heads like those of Llama and of Gemma 2."""
+    """Try a backend as at a worker's start, for heads like those of Llama and of Gemma 2."""
     external = choice.EXTERNAL[name]
     pytest.importorskip(external.module)
     device = torch.device("cuda")

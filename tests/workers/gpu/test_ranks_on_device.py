@@ -158,14 +158,15 @@ def test_followers_get_the_tokens_of_steps_planned_ahead(
     assert run_on_device(ahead, model, (2, 1, 1)) == expected
     tokens_ahead = [plan.tokens for plan in read if plan.ahead]
     assert len(tokens_ahead) > 5
-    assert not any(tokens.any() for tokens in tokens_ahead)  # rank 0 did not know the tokens yet
+    # Plans that are made ahead contain no token ids yet.
+    assert not any(tokens.any() for tokens in tokens_ahead)
     assert captures[-1].replayed > 5
 
 
 def test_sums_in_the_communicators_order_agree_with_those_in_rank_order(
     tmp_path: Path, captures: list[Replays], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without deterministic mode, ranks on GPUs add in NCCL's order; here, in gloo's order."""
+    """Without deterministic mode, the order of sums is the backend's: NCCL's, or here gloo's."""
     model = make_model(tmp_path, "qwen2-moe")
     expected = run_on_device(answer, model, (2, 1, 2))
     added: list[int] = []
@@ -208,7 +209,7 @@ def test_ranks_agree_on_the_sizes_for_the_smallest_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     simulate_device(monkeypatch)
-    memory = threading.local()  # ranks are threads
+    memory = threading.local()  # each rank is a thread with its own memory size
     monkeypatch.setattr(rank_runtime, "_gpu_memory", lambda device: memory.size)
     sizes = dict.fromkeys(("block_size", "max_sequences", "max_batched_tokens"))
     model = make_model(tmp_path, "llama", max_position_embeddings=64)

@@ -135,7 +135,7 @@ async def test_idle_worker_decodes_canaries_that_routers_do_not_see(
     assert not [each for each in router.received[num_received:] if each.HasField("step")]
     assert (router.load.running, router.load.prompt_tokens_computed) == (0, len(PROMPT))
     while await health(worker) != health_pb2.HealthCheckResponse.SERVING:
-        await asyncio.sleep(0.02)  # a canary may be late if no CPU core was free
+        await asyncio.sleep(0.02)  # wait longer, because a busy machine may delay the canary
     await check_unhealthy_then_healthy(worker, monkeypatch)
     await router.close()
 
@@ -143,7 +143,7 @@ async def test_idle_worker_decodes_canaries_that_routers_do_not_see(
 async def check_unhealthy_then_healthy(
     worker: RunningWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Check that NaN logits make an idle worker unhealthy, until logits are finite again."""
+    """Check that an idle worker is unhealthy while its logits are NaN, and healthy afterwards."""
     compute = ModelRunner.run
 
     def run_with_nan(self: ModelRunner, plan: StepPlan, *more: object, **options: object) -> object:

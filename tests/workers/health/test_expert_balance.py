@@ -1,4 +1,4 @@
-"""ExpertBalance: ratio of the busiest expert's choices to the mean, if enough are new."""
+"""ExpertBalance: the busiest expert's tokens relative to the mean, once there are enough tokens."""
 
 import pytest
 import torch

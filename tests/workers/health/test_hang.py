@@ -1,4 +1,4 @@
-"""A worker whose step never ends writes a crash dump and exits; its router's stream ends."""
+"""A worker whose step never ends writes a crash dump and exits; routers see their streams end."""
 
 import asyncio
 import json

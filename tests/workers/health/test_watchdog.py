@@ -1,4 +1,4 @@
-"""Watchdog and crash dumps, tested without ending a process; `test_hang` ends a process."""
+"""Watchdog and crash dumps; these tests do not end a process, but `test_hang` does."""
 
 import asyncio
 import json
@@ -79,7 +79,7 @@ def test_longest_step_time_decays_over_shorter_steps() -> None:
 async def test_process_that_makes_progress_is_not_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seconds = 2.0  # longer than a busy machine may delay this test
+    seconds = 2.0  # A busy machine should not delay this test for that long.
     recorded = RecordedWatchdog(tmp_path / "dumps", monkeypatch, seconds)
     timer = recorded.watchdog.timer("the engine")
     recorded.watchdog.start()

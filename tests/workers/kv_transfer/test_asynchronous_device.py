@@ -1,6 +1,7 @@
-"""Moves on a device that completes work later, as a GPU does: no report or reuse is too early.
+"""KV transfers on a device that completes work late, as a GPU does.
 
-The lane of these tests runs work at once, and reaches a mark when the test allows it.
+The tests check that reports are sent, and buffers reused, only after the work has completed. The
+lane of these tests runs work at once, but reaches a mark only when the test allows it.
 """
 
 import threading
@@ -23,7 +24,7 @@ WHOLE = LayerHeadRange(0, 2, 0, 1)
 
 
 class SlowLane(Lane):
-    """A lane whose marks are reached when `num_reached` allows it."""
+    """A lane that reaches mark number n once `num_reached` is at least n."""
 
     def __init__(self) -> None:
         self.num_reached = 0
@@ -45,7 +46,7 @@ class _Mark:
 
 
 class Destination:
-    """A mover with slow lanes, and one fast mover per source."""
+    """A destination whose mover has slow lanes, with one fast mover for each source."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, num_sources: int) -> None:
         lanes: list[SlowLane] = []
@@ -57,7 +58,7 @@ class Destination:
         monkeypatch.setattr(rank_mover, "make_lane", make_lane)
         self.cache = torch.randn(2, 2, 8, 1, 4, 3)
         self.mover = RankMover(KvStaging(self.cache, WHOLE), "127.0.0.1", 20.0)
-        self.lane = lanes[1]  # of received messages
+        self.lane = lanes[1]  # the lane of the messages that are received
         monkeypatch.undo()
         self.sent = [torch.randn(2, 2, 8, 1, 4, 3) for _ in range(num_sources)]
         self.sources = [RankMover(KvStaging(each, WHOLE), "127.0.0.1", 20.0) for each in self.sent]
@@ -73,7 +74,7 @@ class Destination:
         assert not any(each.met.broken for each in self.wait_for("met", num_sources))
 
     def transfer(self, number: int, epoch: int, block: int, index: int = 0) -> None:
-        """Let source `number` send its block 1 to `block`."""
+        """Send block 1 of source `number` to `block` of the destination."""
         self.receive(number, epoch, block, index)
         self.sources[number].execute(wire.Move(end=number, send=piece(epoch, 1, index)))
 
@@ -81,7 +82,7 @@ class Destination:
         self.mover.execute(wire.Move(end=number, receive=piece(epoch, block, index)))
 
     def reach(self, num_marks: int) -> None:
-        """Complete the work before the first `num_marks` marks."""
+        """Let the lane reach its first `num_marks` marks."""
         self.lane.num_reached = num_marks
         self.mover._thread.wake()
 
@@ -138,10 +139,10 @@ def test_piece_is_written_after_its_checksum_and_reported_after_its_write(
 ) -> None:
     before = one.cache.clone()
     one.transfer(0, epoch=1, block=5)
-    one.wait_for_mark()  # after the checksum
+    one.wait_for_mark()  # this mark follows the computation of the checksum
     assert torch.equal(one.cache, before)
     one.reach(1)
-    one.wait_for_mark()  # after the write
+    one.wait_for_mark()  # this mark follows the write
     assert not one.kinds("moved")
     one.reach(2)
     (report,) = one.wait_for("moved")
@@ -188,7 +189,7 @@ def test_closed_pair_is_reported_last_and_after_the_device_has_written(one: Dest
 
 
 def test_source_that_stalls_does_not_delay_another(two: Destination) -> None:
-    for index in range(4):  # more than the pair's share of the buffers
+    for index in range(4):  # more messages than a pair may have buffers
         two.receive(0, epoch=1, block=5, index=index)
     two.reach(99)
     for index in range(4):

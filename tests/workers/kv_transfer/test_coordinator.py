@@ -57,7 +57,7 @@ async def pools(workers: tuple[RunningWorker, RunningWorker]) -> AsyncIterator[D
 def kv_bytes(pools: DisaggregatedPair, num_tokens: int) -> int:
     """Return the bytes of KV that `num_tokens` occupy, in whole blocks."""
     size = pools.decode.welcome.block_size
-    # layers x (K, V) x KV heads x head_dim x bytes of float32
+    # Bytes of a token: layers x (K, V) x KV heads x head_dim x bytes of float32.
     return -(-num_tokens // size) * size * 3 * 2 * 2 * 8 * 4
 
 
@@ -169,7 +169,7 @@ async def test_eight_requests_transfer_concurrently(
 
 
 class Gate:
-    """Counts calls of a `KvStaging` method; blocks those after the first `free` until opened."""
+    """Counts calls of a `KvStaging` method; all but the first `free` wait until opened."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, method: str, free: int) -> None:
         self.num_calls = 0
@@ -231,7 +231,7 @@ async def test_blocks_of_a_dropped_lease_are_kept_while_they_are_read(
     await gate.reached(3)
     leased = pools.prefill.load.leased_blocks
     await pools.prefill.drop(moving.request)
-    # When later requests have completed, the drop has been processed; the blocks are still read.
+    # The drop has been processed before these later requests. Its blocks are still read.
     await pools.answer_without_transfer(PROMPT[:3], 2)
     await pools.prefill.submit(10**6, PROMPT[:3], greedy(1))
     await pools.prefill.answer(10**6)
@@ -253,7 +253,8 @@ async def test_blocks_of_a_dropped_receiver_are_kept_while_they_are_written(
     free = pools.decode.load.free_blocks
     await moving.drop()
     await pools.answer_without_transfer(PROMPT[:3], 2)
-    assert pools.decode.load.free_blocks <= free  # blocks that are being written are not freed
+    # A transfer still writes the dropped blocks, so they are not free.
+    assert pools.decode.load.free_blocks <= free
     gate.open()
     await settle(pools)
     again = await pools.prefill_and_yield(PROMPT[:70], NUM_TOKENS)
@@ -274,7 +275,7 @@ async def test_source_stops_sending_when_the_receiver_is_dropped(
     gate.open()
     await pools.prefill.drop(moving.request)
     await settle(pools)
-    assert gate.num_calls < 15  # the source stopped before the last message
+    assert gate.num_calls < 15  # the source did not send all messages
 
 
 async def test_request_is_recomputed_if_its_lease_was_dropped(pools: DisaggregatedPair) -> None:
@@ -316,7 +317,7 @@ async def test_source_reports_that_it_cannot_reach_the_destination(
     to.MergeFrom(wire.TransferEndpoint(**endpoint))
     await moving.send(to=to)
     assert reason in await failure_reason(pools.prefill, moving)
-    # The endpoint changed, so the source closed the existing pair, which the destination detects.
+    # The changed endpoint makes the source close the pair, which the destination detects.
     assert await moving.answer() == expected
     await moving.drop()
     await settle(pools)

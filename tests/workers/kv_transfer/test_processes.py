@@ -71,8 +71,8 @@ async def test_request_is_recomputed_if_its_source_is_killed_while_sending(
         await moving.submit()
         received = pools.decode.load.bytes_received
         await moving.send()
-        # Run short requests, because loads are reported with steps, until some of the 21 messages,
-        # but not all of them, have been received.
+        # Wait until some of the 21 messages have been received, but not all of them.
+        # Loads are reported with steps, so run short requests meanwhile.
         while pools.decode.load.bytes_received == received:
             await pools.answer_without_transfer(PROMPT[:2], 2)
         await prefill.kill()
@@ -100,7 +100,7 @@ async def test_lease_outlives_a_destination_killed_while_receiving(checkpoint: P
             await pools.answer_without_transfer(PROMPT[:2], 2)
         await decode.kill()
         await pools.prefill.message("failed", moving.request)
-        # The lease is still valid: another worker receives the sequence.
+        # The lease still exists, so another worker can receive the sequence.
         pools.decode = await AttachedRouter(second.address).open()
         await moving.submit()
         await moving.send()

@@ -53,9 +53,9 @@ def expected_bytes_by_pair(
         (ONE, TP2, (4, 8), 4, 4),
         (PP2, TP2, (8, 4), 4, 4),
         (BOTH, PP2, (4, 6), 4, 2),
-        (TP2, TP4, (16, 32), 2, 16),  # two destination ranks hold each KV head
+        (TP2, TP4, (16, 32), 2, 16),  # 2 KV heads for 4 destination ranks: two ranks hold each head
         (TP4, TP2, (32, 16), 1, 16),
-        (TP2, BOTH, (4, 8), 0, 4),  # MLA cache rows, replicated on every rank
+        (TP2, BOTH, (4, 8), 0, 4),  # MLA: every rank has all cache rows
     ],
 )
 async def test_every_rank_pair_transfers_its_own_shard(
@@ -117,7 +117,7 @@ async def test_bit_flip_on_one_rank_pair_fails_the_whole_transfer(
     async with sides(source, target) as both:
         assert "checksum" in await failure_reason(both, source, target)
         assert flipped
-        # The pairs stay connected: the next transfer succeeds.
+        # The pairs are still connected, so the next transfer succeeds.
         epoch = both.expect(LENGTH, blocks(4, 5))
         await both.send(epoch, LENGTH, blocks(4, 3))
         assert (await both.verdict(2)).reason == ""
@@ -163,7 +163,7 @@ async def test_late_bytes_are_not_written_to_reassigned_blocks() -> None:
         sending = asyncio.create_task(both.send(epoch, LENGTH, blocks(4, 3)))
         await reading.reached()
         both.destination.close(epoch)
-        # No rank is writing, so the blocks are released although the bytes have not arrived yet.
+        # No rank is writing, so the destination releases the blocks before all bytes have arrived.
         assert (await both.verdict()).reason == "dropped"
         for cache in target.caches:
             cache.fill_(7.0)
@@ -171,7 +171,7 @@ async def test_late_bytes_are_not_written_to_reassigned_blocks() -> None:
         reading.open()
         await sending
         assert both.read == [epoch]
-        again = both.expect(LENGTH, blocks(4, 5))  # a second transfer uses the same pairs
+        again = both.expect(LENGTH, blocks(4, 5))  # the next transfer uses the same pairs
         await both.send(again, LENGTH, blocks(4, 3))
         assert (await both.verdict(2)).reason == ""
         kept = [each for each in blocks(4, 4) if each not in blocks(4, 5)]
@@ -416,7 +416,7 @@ async def test_loss_of_a_peer_frees_its_channel_and_both_ends_of_its_pairs() -> 
     async with sides(source, target) as both:
         both.source.set_peers("router", [both.peer])
         await eventually(lambda: [each.connected for each in both.source.channels()] == [True])
-        both.source.set_peers("router", [])  # as if its router had lost the peer
+        both.source.set_peers("router", [])  # now no router lists the peer
         await eventually(lambda: not both.source.channels())
         for worker in (source, target):
             await eventually(lambda mover=worker.movers.own: not mover._endpoints)  # type: ignore[misc]

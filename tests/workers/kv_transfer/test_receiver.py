@@ -97,7 +97,7 @@ def introduction(**other: Any) -> wire.FromSource:
 
 
 class FakeSource:
-    """A source that sends the messages of a test, but has no communicator for KV data."""
+    """A source that sends messages chosen by the test. It has no communicator for KV data."""
 
     def __init__(self, side: Side) -> None:
         self._channel = grpc.aio.insecure_channel(side.address)
@@ -196,7 +196,7 @@ async def test_invalid_header_fails_only_its_own_transfer(
     assert [result.epoch for result in side.results] == [bad]
     await fake.call.write(header(good))
     assert not (await fake.receive("credit")).discard
-    # The rank pair never connects; closing the stream fails the pending transfer.
+    # The rank pair never connects, so closing the stream must fail the pending transfer.
     await fake.close()
     await eventually(side, 2)
     assert "broke" in side.results[1].reason
@@ -328,7 +328,7 @@ async def test_only_the_reserved_blocks_are_written(
     before = side.staging._kv.clone()
     epoch = side.expect(15, [9, 4, 7], start=4)
     read: list[int] = []
-    # Positions [4, 15) of the source are in its blocks 3, 0 and 8.
+    # The source holds positions [4, 15) in its blocks 3, 0 and 8.
     await sender.send(side.peer(), outgoing(epoch, 15, [3, 0, 8], 4), lambda: read.append(1))
     await eventually(side, 1)
     assert side.results[0] == TransferResult(epoch, sender.bytes_sent)

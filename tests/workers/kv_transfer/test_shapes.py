@@ -20,12 +20,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 PROMPT = [3 + (7 * i) % 150 for i in range(60)]
 NUM_TOKENS = 6
-# (tp, pp, ep) of each mesh, by name
+# Meshes by name, as (tp, pp, ep).
 MESHES = {"one": (1, 1, 1), "tp2": (2, 1, 1), "pp2": (1, 2, 1), "tp2-pp2": (2, 2, 1)}
 PAIRS = list(permutations(MESHES, 2))
-# Each mesh is a source and a destination.
+# In these pairs, each mesh is a source once and a destination once.
 RING = [("one", "tp2"), ("tp2", "pp2"), ("pp2", "tp2-pp2"), ("tp2-pp2", "one")]
-# Family and type of the KV cache, with the pairs of meshes between which its KV is transferred.
+# For each model family and KV cache format, pairs of meshes between which KV is transferred.
 KINDS = {
     ("llama", "auto"): PAIRS,
     ("deepseek", "auto"): PAIRS,
@@ -35,7 +35,7 @@ KINDS = {
     ("llama", "int8"): RING,
 }
 BLOCK_SIZES = {"one": 4, "tp2": 8, "pp2": 4, "tp2-pp2": 6}
-TRANSFER_SECONDS = 240.0  # long, so that transfers also succeed on busy machines
+TRANSFER_SECONDS = 240.0  # limit in seconds; long, because machines may be busy
 
 
 async def serve(name: str, model: Path, kv_cache_dtype: str) -> RunningWorker:
@@ -82,10 +82,10 @@ async def test_transfer_from_any_mesh_to_any_other(
 ) -> None:
     monkeypatch.setattr(
         source_side, "max_data_bytes", lambda backend: 3000
-    )  # several messages per transfer
+    )  # so small that a transfer has several messages
     prefill, decode = (workers[name].address for name in pair)
     pools = await DisaggregatedPair.open(prefill, decode, f"router {pair}")
-    # The layout of the KV does not depend on the mesh.
+    # Workers report equal layouts, although their meshes differ.
     assert pools.prefill.welcome.layout == pools.decode.welcome.layout != ""
     for length in (3, 17, 60):
         expected = await pools.answer_without_transfer(PROMPT[:length], NUM_TOKENS)

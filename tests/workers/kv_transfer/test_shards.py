@@ -25,7 +25,7 @@ SHAPE = BlockShape(block_size=4, bytes_per_head=10)
 
 @st.composite
 def grids(draw: st.DrawFn, layers: int, heads: int) -> list[LayerHeadRange]:
-    """Generate the rectangles of ranks: the cells of a grid, each held by equally many ranks."""
+    """Generate rectangles of ranks: cells of a grid, each held by an equal number of ranks."""
 
     def cuts(num: int) -> list[int]:
         inner = draw(st.sets(st.integers(1, num - 1), max_size=3)) if num > 1 else set()
@@ -146,7 +146,8 @@ def test_messages_complete_the_coverage_exactly(
         assert not coverage.complete
         coverage.fill(shard)
     assert coverage.complete
-    smallest = heads * SHAPE.bytes_per_head  # one block of one layer
+    # A message cannot be smaller than one block of one layer.
+    smallest = heads * SHAPE.bytes_per_head
     sizes = [SHAPE.num_bytes(shard) for shard in shards]
     assert max(sizes) <= max(message_bytes, smallest)
 

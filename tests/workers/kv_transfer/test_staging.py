@@ -80,11 +80,12 @@ def test_all_positions_arrive_for_all_block_sizes(move: Move) -> None:
     unit = gcd(source_size, target_size)
     shape = source.staging.shape.cut(unit)
     assert shape == target.staging.shape.cut(unit)
-    end = -(-stop // unit) * unit  # the last unit is sent in full
+    end = -(-stop // unit) * unit  # the last unit is transferred as a whole
     expected = target.sequence()
     expected[:, :, :, start:end] = source.sequence()[:, :, :, start:end]
     after = target.replaced(expected)
-    own = target.blocks[start // target_size :]  # blocks from position `start` on
+    # The target's blocks, from the block of position `start` on.
+    own = target.blocks[start // target_size :]
     pinned = source.blocks[start // source_size :]
     for shard in split(whole, start, stop, shape, message_bytes):
         data = source.staging.gather(blocks_of(shard, pinned, start, source_size), shard, unit)

@@ -1,4 +1,4 @@
-"""A message is accepted only if its trailer names it and has the checksum of its data."""
+"""A message is accepted only if its trailer has its transfer, its number and its checksum."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from penstock.workers.kv_transfer.verification import inspect, message_bytes, se
 
 
 def sealed(num_bytes: int = 4000) -> torch.Tensor:
-    """Return message 2 of transfer 7."""
+    """Return message number 2 of transfer 7."""
     generator = torch.Generator().manual_seed(1)
     size = message_bytes(num_bytes)
     message = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)

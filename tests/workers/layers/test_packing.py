@@ -28,7 +28,7 @@ def decoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Decoder:
 def test_every_linear_layer_is_found(decoder: Decoder) -> None:
     found = list(linears(decoder))
     assert len(found) == 4 * len(decoder.layers) + 1
-    # MEMORY_FRACTION is 0 in this case, so nothing is packed.
+    # With a MEMORY_FRACTION of 0, no layer is packed.
     assert not any(linear.packed for linear in found)
 
 

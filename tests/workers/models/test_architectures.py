@@ -33,7 +33,8 @@ from tests.support.planner import generate
 
 PAGE = Path(__file__).parents[3] / "docs" / "models.md"
 MAX_NEW = 6
-LENGTHS = (12, 37)  # prompt lengths; chunks of CHUNK tokens cross block and window boundaries
+# With these prompt lengths, chunks of CHUNK tokens cross the bounds of blocks and windows.
+LENGTHS = (12, 37)
 CHUNK = 21
 
 
@@ -78,7 +79,7 @@ def test_architecture_matches_transformers(name: str, tmp_path: Path) -> None:
     prompts = [numbers.integers(4, VOCAB_SIZE, length).tolist() for length in LENGTHS]
     expected = expected_answers(reference, prompts, MAX_NEW)
     first = torch.stack([rows[0] for rows in expected[1]])
-    assert (first[0] - first[1]).abs().max() > 0.01  # the prompt affects the logits
+    assert (first[0] - first[1]).abs().max() > 0.01  # the logits depend on the prompt
     check(generate(model, prompts, MAX_NEW, CHUNK), expected)
 
 

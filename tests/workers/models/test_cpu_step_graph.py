@@ -104,8 +104,9 @@ UNSUPPORTED: dict[str, Callable[[], Any]] = {
 
 @pytest.fixture(autouse=True)
 def packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pack all linear layers with several outputs, as is done with large layers on AVX-512 CPUs."""
-    monkeypatch.setattr(packing, "MIN_WEIGHTS", 65)  # expert gates, with 64 weights, are not packed
+    """Pack all linear layers with several outputs, as on CPUs with AVX-512."""
+    # Expert gates have 64 weights and are not packed.
+    monkeypatch.setattr(packing, "MIN_WEIGHTS", 65)
     monkeypatch.setattr(cpu_packed_f32, "has_avx512", lambda: True)
 
 
@@ -163,7 +164,8 @@ def test_work_beside_a_step_begins_once_right_before_the_graph_runs(
     monkeypatch.setattr(model_runner.ModelRunner, "run", run)
     monkeypatch.setattr(CpuStepGraph, "run", run_recorded)
     generate(decoder, [[4, 5]], MAX_NEW)
-    assert events == ["beside", *(["beside", "graph"] * (MAX_NEW - 1))]  # the prompt has no graph
+    # The step of the prompt has no graph.
+    assert events == ["beside", *(["beside", "graph"] * (MAX_NEW - 1))]
 
 
 def run_with_and_without_graph(
@@ -199,16 +201,16 @@ def test_graph_has_the_bits_of_eager_execution(
 ) -> None:
     """Each layer's `lower` computes the same as its `__call__`.
 
-    The test makes eager execution use the batch-invariant gates even without deterministic mode,
-    because torch's gates round differently. Without deterministic mode, the routing to experts is
-    equal only up to rounding.
+    The test lets eager execution use the batch-invariant gates, because torch's gates round
+    differently. The routing to experts is equal only up to rounding, unless deterministic mode is
+    on.
     """
     monkeypatch.setattr(packing, "MIN_WEIGHTS", 1 if deterministic else 65)
     monkeypatch.setattr(model_builder, "GATES", BATCH_INVARIANT_GATES)
     _, decoder = make_models(tmp_path, SUPPORTED[name](), deterministic=deterministic)
     has_experts = any(isinstance(layer.mlp, MoE) for layer in decoder.layers)
     graph = build_cpu_step_graph(decoder, make_cache(decoder, 4))
-    # Deterministic mode packs the routers, which graphs do not support.
+    # Deterministic mode packs the routers of experts, which graphs do not support.
     assert (graph is None) == (has_experts and deterministic)
     for ours, expected in zip(*run_with_and_without_graph(decoder, monkeypatch), strict=True):
         tolerance = 1e-5 if has_experts and not deterministic else 0.0

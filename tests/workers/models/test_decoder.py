@@ -16,9 +16,10 @@ from tests.support.planner import generate
 
 pytestmark = pytest.mark.slow
 
-MAX_NEW = 20  # long enough to cross a block boundary and every model family's window
-LENGTHS = (1, 5, 16, 33, 16, 15, 70)  # shorter than, equal to and longer than a block
-MIN_LENGTH = {"phi3-long": 4}  # transformers uses the short RoPE factors for shorter prompts
+MAX_NEW = 20  # answers cross a block boundary and every family's window
+# One block has 16 positions: shorter, equal and longer prompts.
+LENGTHS = (1, 5, 16, 33, 16, 15, 70)
+MIN_LENGTH = {"phi3-long": 4}  # for shorter prompts, transformers uses the short RoPE factors
 
 Model = tuple[Decoder, list[list[int]], Expected]
 

@@ -52,7 +52,8 @@ def test_defaults(tmp_path: Path) -> None:
     assert spec.rope == RopeSpec(10000.0)
     assert spec.eos_tokens == (2,)
     assert not spec.tie_embeddings
-    assert read_spec(write(tmp_path, auto_map={"AutoModel": "x.py"})) == spec  # x.py is not run
+    # The spec is unchanged: x.py is not run.
+    assert read_spec(write(tmp_path, auto_map={"AutoModel": "x.py"})) == spec
     assert (spec.qkv_bias, spec.output_bias, spec.mlp_bias) == (False, False, False)
     assert (spec.num_layers, spec.kv_shape) == (3, (2, 4, 8))
 
@@ -161,7 +162,7 @@ GPT_J: dict[str, Any] = {
     "n_head": 2,
     "n_layer": 3,
     "n_positions": 64,
-    "rotary_dim": 26,  # head_dim is 46; in floating point, 46 * (26 / 46) < 26
+    "rotary_dim": 26,  # head_dim is 46; rounding makes 46 * (26 / 46) less than 26
 }
 
 

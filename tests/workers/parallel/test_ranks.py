@@ -78,7 +78,7 @@ def test_mesh_gives_the_answers_of_one_rank(
 def test_narrow_cache_stays_close_to_that_of_one_rank(
     tmp_path: Path, mesh: tuple[int, int, int], cache: str
 ) -> None:
-    """Summation in another order adds less than 20% of the rounding error of the cache."""
+    """The cache rounds values. Another order of sums adds less than 20% to this error."""
     model = make_model(tmp_path, "llama")
     wide = answer(Engine(rank_config(model)))
     expected = answer(Engine(rank_config(model, kv_cache_dtype=cache)))
@@ -121,7 +121,7 @@ def test_expert_load_counts_every_token(tmp_path: Path) -> None:
 
     loads = in_threads(2, work)[0]
     assert loads is not None
-    # The last token of an answer is sampled, but the model is not run on this token.
+    # The last token of an answer is sampled, but it is not an input of the model.
     num_tokens = sum(map(len, PROMPTS)) + len(PROMPTS) * (NUM_NEW - 1)
     assert [int(load.sum()) for load in loads] == [3 * num_tokens] * 2
     assert all((load > 0).sum() > 3 for load in loads)

@@ -11,7 +11,7 @@ from penstock.workers.parallel.remote_movers import Reporter
 
 
 class FakeSend:
-    """A pending send; `wait` raises if rank 0 is gone."""
+    """A pending send; `wait` raises an error if rank 0 is gone."""
 
     def __init__(self, gone: bool) -> None:
         self._gone = gone
@@ -22,7 +22,7 @@ class FakeSend:
 
 
 class FakeCommunicator:
-    """A communicator to a rank 0 that is gone after `num_delivered` reports of two sends each."""
+    """A communicator to a rank 0 that is gone after `num_delivered` reports (two sends each)."""
 
     def __init__(self, num_delivered: int) -> None:
         self.sizes: list[int] = []
@@ -41,5 +41,5 @@ def test_reporter_waits_for_a_lost_rank_0_only_once() -> None:
     reporter = Reporter(cast(Communicator, communicator), seconds=60.0)
     for epoch in range(1, 9):
         reporter.report(wire.Report(settled=epoch))
-    # Two reports arrived, the third was lost, and later reports were not sent.
+    # Two reports arrived, and the third was lost. Later reports were not sent.
     assert len(communicator.sizes) == 2 * 3

@@ -117,7 +117,7 @@ def test_silent_callers_without_the_token_do_not_occupy_the_threads(
         started = [call.future(iter(silent.get, None), timeout=60) for _ in range(20)]
         assert {each.code() for each in started} == {grpc.StatusCode.UNAUTHENTICATED}
         for _ in started:
-            silent.put(None)  # ends the client's thread
+            silent.put(None)  # this ends the thread of the silent client
     remote.set("a", b"b")
     assert remote.get("a") == b"b"
 

@@ -42,7 +42,8 @@ def plans(draw: st.DrawFn) -> StepPlan:
         positions=draw(ints(tokens)),
         query_starts=draw(ints(num + 1)),
         context_lens=draw(ints(num)),
-        block_tables=draw(ints(num, columns + 2))[:, :columns],  # not contiguous, as in a real plan
+        # Not contiguous, like the block tables of a real plan.
+        block_tables=draw(ints(num, columns + 2))[:, :columns],
         slots=draw(ints(tokens)),
         samples=draw(arrays.arrays(np.bool_, num)),
         copies=draw(ints(draw(st.integers(0, 3)), 2)),

@@ -1,4 +1,4 @@
-"""A worker that is ready has loaded the compiled loops of its weights, and no other loops."""
+"""A ready worker has loaded the compiled loops for its form of weights, and no others."""
 
 from pathlib import Path
 

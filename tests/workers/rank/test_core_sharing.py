@@ -47,7 +47,7 @@ def _hold(path: Path, share: int, pipe: Connection) -> None:
 
 
 class Other:
-    """Another process, which holds its mark until `clear` or `kill` is called."""
+    """Another process, which marks itself as computing until `clear` or `kill` is called."""
 
     def __init__(self, path: Path, share: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -130,7 +130,7 @@ def test_folder_in_place_of_the_file_is_refused(tmp_path: Path) -> None:
 
 def test_file_is_removed_only_if_no_process_has_it_open(tmp_path: Path) -> None:
     path = tmp_path / "marks"
-    remove_unused_marks(path)  # there is no file to remove yet
+    remove_unused_marks(path)  # no error, although the file does not exist yet
     other = Other(path, 1)
     try:
         remove_unused_marks(path)

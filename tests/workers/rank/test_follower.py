@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 
 class CountingTimer(ProgressTimer):
-    """A timer that counts how often it was started."""
+    """A timer that counts how often it has been started."""
 
     def __init__(self) -> None:
         super().__init__("test", 1.0)
@@ -28,7 +28,7 @@ class CountingTimer(ProgressTimer):
 
 
 def step(engine: Engine, key: str) -> None:
-    # The ranks must also compute the logits of the prompt together.
+    # For prompt logprobs, all ranks together compute the logits of the prompt.
     params = SamplingParams(temperature=0.0, max_tokens=2, prompt_logprobs=1)
     engine.submit(NewSequence(key, [5, 6, 7], 3, params, prompt_known=1))
     while engine.step().output is not None:

@@ -141,7 +141,7 @@ def test_answers_are_equal_alone_and_batched(
 def test_tokens_rarely_differ_from_those_of_a_float32_cache(
     checkpoint: Path, name: str, num_different: int
 ) -> None:
-    """Greedy tokens differ only if two nearly tie, as is frequent with this model's weights."""
+    """Greedy tokens differ only if two tokens nearly tie, which is frequent with random weights."""
     wide, narrow = (make_engine(checkpoint, kv_cache_dtype=each) for each in ("auto", name))
     answers = [
         (run_greedy(wide, PROMPT[:n], 4), run_greedy(narrow, PROMPT[:n], 4))
@@ -273,7 +273,7 @@ async def test_kv_transfers_require_equal_cache_dtypes(
     checkpoint: Path, caplog: pytest.LogCaptureFixture, name: str, other: str
 ) -> None:
     names = {"prefill": name, "decode": name, "other": other}
-    # The source refuses to send to `other`, which therefore waits until its time limit.
+    # `other` waits until its time limit, because the source refuses to send to it.
     limits = {"prefill": 240.0, "decode": 240.0, "other": 5.0}
     workers = {
         role: await serve_worker(
@@ -297,7 +297,7 @@ async def test_kv_transfers_require_equal_cache_dtypes(
             assert received.bytes == 5 * 16 * token_bytes(name)
             await check_drain(pools, name)
         else:
-            # The submission names a matching layout, so workers find the mismatch when connecting.
+            # The Submit claims an equal layout, so the mismatch is found when workers connect.
             with caplog.at_level(logging.WARNING):
                 await moving.submit(layout=pools.decode.welcome.layout)
                 await moving.send()

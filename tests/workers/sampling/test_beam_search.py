@@ -68,7 +68,7 @@ def _cut(answer: list[int], stops: list[int]) -> list[int]:
 
 
 class RandomModel(transformers.PreTrainedModel, transformers.GenerationMixin):  # type: ignore[misc]
-    """A model with random logits, which depend only on the position and the last token."""
+    """A fake model: its random logits depend only on the position and the last token."""
 
     config_class = transformers.LlamaConfig
 
@@ -88,7 +88,7 @@ class RandomModel(transformers.PreTrainedModel, transformers.GenerationMixin):  
 
 
 def search(model: RandomModel, first: int, params: SamplingParams) -> list[list[int]]:
-    """Return the answers that our `BeamSearch` finds with this model."""
+    """Return the answers that Penstock's `BeamSearch` finds with this model."""
     beams = BeamSearch(params, params.max_tokens or 0)
     texts = [[first]] * params.num_sequences
     while True:
@@ -282,7 +282,7 @@ def test_four_beams_use_at_most_half_the_blocks_of_four_sequences(pair: EnginePa
 
 
 def test_search_with_no_allowed_token_left_fails_without_affecting_others(pair: EnginePair) -> None:
-    """Only token 7 is allowed, and never twice in a row, so no beam can have a second token."""
+    """Only token 7 is allowed, but not twice in a row, so no beam can have a second token."""
     params = params_of(3, 8, allowed_token_ids=(7,), bad_words_token_ids=((7, 7),))
     pair.engine.submit(sequence("bad", PROMPT[:9], params))
     pair.engine.submit(sequence("good", PROMPT[:9], KINDS[0][2]))

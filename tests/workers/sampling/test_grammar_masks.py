@@ -1,4 +1,4 @@
-"""A matcher that has run ahead of its answer gives the same masks as any other matcher."""
+"""A matcher that is ahead of its answer gives the same masks as one that is not ahead."""
 
 from random import Random
 
@@ -48,7 +48,7 @@ def test_forced_tokens_are_those_of_the_masks_one_at_a_time(max_forced: int) -> 
             expected = step_masks(plain, answer)
             tokens = tokens_of(expected)
             assert not expected.forced
-            if not known or numbers.random() < 0.5:  # otherwise a step takes the forced tokens
+            if not known or numbers.random() < 0.5:  # otherwise, append the forced tokens below
                 found = step_masks(ahead, answer)
                 assert tokens_of(found) == tokens
                 assert found.is_single.tolist() == [len(tokens) == 1]

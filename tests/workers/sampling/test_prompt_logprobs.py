@@ -16,7 +16,7 @@ from penstock.workers.scheduling.sequence import NewSequence, Sibling
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import greedy_sequence, run_out
 
-SLICE = 7  # so that a step of 16 tokens has three slices
+SLICE = 7  # a step of 16 tokens then has three slices
 PROMPT = [3 + (7 * i) % 290 for i in range(50)]
 
 
@@ -56,7 +56,7 @@ def engine(folder_and_model: tuple[Path, Any]) -> Engine:
 
 @pytest.fixture(scope="module")
 def logprobs(folder_and_model: tuple[Path, Any]) -> torch.Tensor:
-    """Expected log probabilities [tokens - 1, vocabulary], for each prompt token but the first."""
+    """Expected log probabilities [tokens - 1, vocabulary] of all prompt tokens except the first."""
     with torch.inference_mode():
         logits = folder_and_model[1](torch.tensor([PROMPT])).logits[0, :-1]
     return torch.log_softmax(logits.float(), -1)

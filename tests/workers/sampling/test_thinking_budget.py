@@ -1,4 +1,4 @@
-"""Thinking budgets: the end of the reasoning is forced as a function of only the token log."""
+"""Thinking budgets: the log of tokens alone decides when the end of the reasoning is forced."""
 
 from random import Random
 
@@ -18,7 +18,7 @@ from tests.support.token_tables import one_row_table
 
 NUM_TOKENS = 8
 CLOSE, OPEN, STOP = 5, 6, 7
-PROMPT = [OPEN, CLOSE, 1]  # marks in the prompt do not count as marks of the answer
+PROMPT = [OPEN, CLOSE, 1]  # marks in the prompt are not marks of the answer
 ROW = np.zeros(1, np.int32)
 STARTS = st.sampled_from(((), (OPEN,), (OPEN, 3)))
 
@@ -34,9 +34,9 @@ def allowed(masks: TokenMasks, answer: list[int]) -> list[int] | None:
 
 
 def expected_tokens(budget: ThinkingBudget, answer: list[int]) -> list[int] | None:
-    """Return the tokens that may follow an answer, read token by token; None if all may."""
+    """Compute, token by token, the tokens that may follow an answer; None means all."""
     recent: list[int] = []
-    left = budget.num_tokens if not budget.start else None  # None: the reasoning has not begun
+    left = budget.num_tokens if not budget.start else None  # None while the reasoning has not begun
     for token in answer:
         recent.append(token)
         if left is None:
@@ -67,7 +67,7 @@ def test_only_the_end_may_follow_reasoning_that_has_used_its_budget(
 ) -> None:
     budget = ThinkingBudget(most, CLOSE, start)
     masks = admitted(SamplingParams(thinking_budget=budget, min_tokens=min_tokens))
-    for length in range(len(answer) + 1):  # includes answers that ignore a forced token
+    for length in range(len(answer) + 1):  # random answers may also ignore a forced token
         assert allowed(masks, answer[:length]) == expected_tokens(budget, answer[:length])
 
 
@@ -82,7 +82,7 @@ def test_budget_of_a_beam_reads_the_log_that_the_beam_has(
 ) -> None:
     budget = ThinkingBudget(most, CLOSE, start)
     masks = admitted(SamplingParams(thinking_budget=budget, use_beam_search=True, n=2))
-    for answer in answers:  # a beam may get the log of another beam at any step
+    for answer in answers:  # in any step, a beam may continue another beam's log
         assert allowed(masks, answer) == expected_tokens(budget, answer)
 
 
@@ -100,13 +100,13 @@ def test_row_counts_as_unconstrained_after_its_reasoning(
     budget = ThinkingBudget(most, CLOSE, start)
     params = SamplingParams(thinking_budget=budget, min_tokens=min_tokens, stop_token_ids=(STOP,))
     masks = admitted(params)
-    has_ended = False  # True once `masks` has read a log in which the reasoning has ended
+    has_ended = False  # True once `masks` has read a log whose reasoning has ended
     for length in range(len(answer) + 1):
         index, history = np.array([length], np.int32), one_row_table(PROMPT, answer[:length])
         reads = length >= most + len(start) and not has_ended
         assert masks.reads_log(ROW, index) == reads
         assert masks.is_masked(ROW, index).tolist() == [not has_ended or length < min_tokens]
-        fresh = admitted(params)  # these masks have read no log
+        fresh = admitted(params)  # new masks, which have read no log
         if begins:
             masks.begin(ROW, index, history)
         assert allowed(masks, answer[:length]) == allowed(fresh, answer[:length])
@@ -114,7 +114,7 @@ def test_row_counts_as_unconstrained_after_its_reasoning(
 
 
 def _has_ended(budget: ThinkingBudget, answer: list[int]) -> bool:
-    """Return whether an answer has the end of its first reasoning."""
+    """Return True if the first reasoning of an answer has ended."""
     count = len(budget.start)
     starts = [at for at in range(len(answer)) if tuple(answer[at : at + count]) == budget.start]
     return bool(starts) and budget.end in answer[starts[0] + count :]

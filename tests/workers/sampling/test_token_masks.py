@@ -89,7 +89,7 @@ def test_last_token_of_a_bad_word_is_excluded_after_its_other_tokens() -> None:
         ([2], [3], 1),
         ([1], [2, 3], 1),
         ([3], [2], 0),
-        ([3], [], 0),  # sequence shorter than the word
+        ([3], [], 0),  # the sequence is shorter than the bad word
         ([2, 3], [1], 0),
     ]:
         assert greedy_token(params, logits, one_row_table(prompt, answer), len(answer)) == expected
@@ -155,7 +155,7 @@ def test_masks_filled_beside_the_step_are_those_of_the_step() -> None:
     assert found.at.tolist() == second.at.tolist() == [0]
     assert np.array_equal(found.words, second.words)
     masks.begin(rows, indices, history)
-    # These are not the rows that were begun.
+    # None, because the masks of these rows were not begun.
     assert masks.take(rows[1:], indices[1:], history) is None
 
 
@@ -170,6 +170,6 @@ def test_error_of_a_fill_beside_the_step_is_raised_where_the_masks_are_taken() -
 
 def test_allowed_tokens_of_a_row_outlive_the_grammar_of_a_wider_tokenizer() -> None:
     processor = AllowedTokens([3], 1)
-    words = np.full(2, -1, np.int32)  # widened for a tokenizer with more tokens than the model
+    words = np.full(2, -1, np.int32)  # as wide as for a tokenizer with more tokens than the model
     processor.exclude(words, np.array([3, 3], np.int32), 1)
     assert words.tolist() == [1 << 3, 0]

@@ -113,7 +113,7 @@ def test_receiving_sequences_are_not_preempted() -> None:
     new = transfer_blocks(prefill, decode, list(range(12)), 12)
     other = sequence("other", list(range(50, 56)), 30)
     decode.batcher.submit(other)
-    decode.run()  # `other` takes all remaining blocks, then needs one more
+    decode.run()  # `other` takes all free blocks and then needs one more
     assert decode.batcher.load().preemptions == 1
     assert decode.batcher.reserved_blocks("d").size == 3
     decode.batcher.transfer_failed("d")
@@ -131,7 +131,7 @@ def test_static_batch_admits_no_sequence_until_all_have_ended() -> None:
     num_running: list[int] = []
     while bench.step() is not None:
         num_running.append(bench.batcher.load().running)
-    # In a static batch, freed rows stay empty until its last sequence has ended.
+    # In a static batch, rows of ended sequences stay empty until the last sequence has ended.
     begins = [
         at for at, (a, b) in enumerate(zip([0, *num_running], num_running, strict=False)) if b > a
     ]

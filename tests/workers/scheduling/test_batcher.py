@@ -57,7 +57,7 @@ def test_peak_of_used_blocks_counts_shared_blocks_once() -> None:
     for new in others:
         bench.batcher.submit(new)
     bench.run()
-    # No KV is computed for an answer's last token: 13 + 9 - 1 and 13 + 8 - 1 positions.
+    # Lengths are 13 + 9 - 1 and 13 + 8 - 1: an answer's last token has no KV.
     assert bench.peak_used == 6 + 3 * 5 - 3 * 3
     assert bench.batcher.load().prompt_tokens_cached == 36
 
@@ -145,10 +145,10 @@ def test_load_counts_uncomputed_tokens() -> None:
     for length in (40, 5, 9):
         bench.batcher.submit(sequence(length, list(range(length, 2 * length)), 3))
     assert bench.batcher.load().queued_tokens == 54
-    bench.step()  # the first 16 tokens of the first prompt
+    bench.step()  # computes the first 16 tokens of the first prompt
     assert bench.batcher.load().queued_tokens == 38
     bench.step()
-    bench.step()  # the last 8 tokens of the first prompt and all 5 of the second
+    bench.step()  # computes the last 8 tokens of the first prompt and the second prompt
     load = bench.batcher.load()
     assert (load.running, load.queued, load.queued_tokens) == (2, 1, 9)
     assert load.prompt_tokens_computed == 45
@@ -167,7 +167,8 @@ def test_cached_answer_tokens_are_not_counted_as_prompt() -> None:
 def test_admission_reports_the_cached_tokens_of_the_prompt() -> None:
     bench = Bench()
     prompt = list(range(10))
-    for key, num_cached in (("a", 0), ("b", 9)):  # the last prompt token must be computed
+    # B's last prompt token is computed although it is cached.
+    for key, num_cached in (("a", 0), ("b", 9)):
         bench.batcher.submit(sequence(key, prompt, 2))
         bench.step()
         (admitted,) = bench.batcher.events()
@@ -180,7 +181,7 @@ def test_admission_reports_the_cached_tokens_of_the_prompt() -> None:
     bench.step()
     admitted = bench.batcher.events()[0]
     assert isinstance(admitted, Admitted)
-    assert admitted.num_cached == 7  # 10 positions are cached
+    assert admitted.num_cached == 7  # of the 10 cached positions, 7 belong to the prompt
 
 
 def test_all_choices_of_a_prompt_report_the_same_cached_tokens() -> None:
@@ -233,7 +234,7 @@ def test_sequence_dropped_in_flight_keeps_its_blocks_until_the_commit() -> None:
     assert bench.batcher.load().used_blocks == 1
     bench.batcher.drop("b")
     load = bench.batcher.load()
-    # "a" ended before its step was committed, so only the three tokens of "b" are cached.
+    # "a" was dropped before its step was committed, so only the three tokens of "b" are cached.
     assert (load.used_blocks, load.cached_blocks, load.free_blocks) == (0, 1, 31)
     bench.batcher.check()
 
@@ -242,7 +243,7 @@ def test_block_is_published_once_its_last_position_is_computed() -> None:
     for num_steps, num_published in ((1, 0), (2, 1)):
         bench = Bench()
         bench.batcher.submit(sequence("a", [1, 2, 3], 9))
-        for _ in range(num_steps):  # after one step, the KV of the block's last token is missing
+        for _ in range(num_steps):  # After one step, the last token of the block has no KV yet.
             bench.step()
         bench.batcher.drop("a")
         assert len(bench.batcher.pool.published.hashes()) == num_published

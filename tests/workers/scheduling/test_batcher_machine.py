@@ -17,7 +17,7 @@ from penstock.common.sampling_params import SamplingParams
 from penstock.workers.scheduling.batcher import SchedulerConfig
 from tests.support.batcher_world import BatcherWorld
 
-_BASE = list(range(1, 30))  # prompts share prefixes of this list, so that the prefix cache is used
+_BASE = list(range(1, 30))  # prompts are prefixes of this list, so they share cached blocks
 _STOPS = [(), (3,), (5, 11, 19, 23, 29, 31)]
 _SEARCHES: list[dict[str, Any]] = [
     {"use_beam_search": True, "n": 2},
@@ -219,7 +219,7 @@ class Schedule:
                 rng.choice([0.25, 0.5, 1.0]),
             )
         )
-        # If True, no drops or failures, so that more sequences run at a time.
+        # If True, no sequence is dropped or fails, so that more sequences run at a time.
         self.calm = rng.random() < 0.5
 
     def run(self, num_actions: int) -> None:
@@ -338,7 +338,7 @@ def test_random_schedules_end_with_the_expected_answers(first_seed: int) -> None
             load = worker.batcher.load()
             num_preempted += load.preemptions
             num_cached += load.prompt_tokens_cached
-    # The schedules must exercise all of these cases.
+    # The random schedules must include all of these cases.
     assert num_preempted > 10
     assert num_cached > 500
     assert num_transferred > 5

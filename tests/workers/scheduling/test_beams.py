@@ -158,7 +158,8 @@ def test_search_preempted_in_any_step_draws_no_token_twice(length: int) -> None:
         bench.run()
         bench.expect(new)
         assert bench.num_tokens <= undisturbed.num_tokens + num_before
-        assert bench.num_draws == undisturbed.num_draws  # no token is sampled twice
+        # The preempted search samples no token twice.
+        assert bench.num_draws == undisturbed.num_draws
 
 
 def test_search_dropped_between_plan_and_commit_frees_its_blocks() -> None:
@@ -171,7 +172,7 @@ def test_search_dropped_between_plan_and_commit_frees_its_blocks() -> None:
             bench.step()
         plan = bench.batcher.plan()
         assert plan is not None
-        bench.batcher.drop_choice("a", 1)  # ignored: a search is dropped only as a whole
+        bench.batcher.drop_choice("a", 1)  # ignored, because only a whole search can be dropped
         bench.batcher.drop("a")
         bench.beams.close("a")
         bench.commit(plan)
@@ -259,7 +260,7 @@ def test_search_that_can_never_fit_is_refused() -> None:
     bench = Bench(num_blocks=20)
     with pytest.raises(NeverFits, match=r"5 choices .* at most 4"):
         bench.batcher.submit(search_of_9_tokens(width=5))
-    # The prompt's 2 full blocks are shared; each beam may need 5 more.
+    # The beams share the prompt's 2 full blocks. Each beam may need 5 more blocks.
     with pytest.raises(NeverFits, match=r"4 beams of 28 tokens may need 22 blocks .* has 20"):
         bench.batcher.submit(search_of_9_tokens(width=4, max_tokens=20))
     new = search_of_9_tokens(width=4, max_tokens=16)

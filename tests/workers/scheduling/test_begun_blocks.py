@@ -1,6 +1,6 @@
-"""Reuse of a cached block by a prompt that agrees with its first tokens only.
+"""Reuse of the first tokens of a cached block by a prompt that differs in later tokens.
 
-The rest of the block may hold other tokens, or none.
+The rest of the block may hold other tokens or be empty.
 """
 
 import pytest
@@ -12,7 +12,7 @@ from penstock.workers.scheduling.kv_pool import State
 from penstock.workers.scheduling.sequence import Admitted, Ints
 from tests.support.batcher_bench import Bench, beams, sequence
 
-SYSTEM = list(range(10))  # two blocks of four tokens and the first tokens of a third
+SYSTEM = list(range(10))  # two full blocks of four tokens, and two further tokens
 
 
 def served(bench: Bench, key: str, prompt: list[int], max_tokens: int = 6) -> int:
@@ -60,7 +60,7 @@ def test_without_the_copy_the_answer_is_wrong() -> None:
 
 
 def test_no_block_of_a_step_is_both_copied_and_overwritten() -> None:
-    """Copies of one step may run in any order, so no block is both a source and a destination."""
+    """Copies of a step run in any order, so no block is both a source and a destination."""
     bench = Bench(num_blocks=16, max_sequences=4)
     served(bench, "first", [*SYSTEM, 50, 51, 52])
     news = [sequence(key, [*SYSTEM, 60 + key], 3) for key in range(4)]
@@ -80,7 +80,7 @@ def test_no_block_of_a_step_is_both_copied_and_overwritten() -> None:
 def test_prompt_that_fits_only_without_the_begun_block_computes_all_of_it() -> None:
     bench = Bench(num_blocks=5, max_sequences=1)
     served(bench, "first", list(range(14)))
-    # The second prompt needs all five blocks, so the source of a copy cannot be held as well.
+    # The second prompt needs all five blocks, so no block is left to be the source of a copy.
     assert served(bench, "second", [*range(7), *range(30, 40)], 3) == 4
     assert served(bench, "third", [*range(7), *range(40, 47)], 3) == 7
 
@@ -108,7 +108,7 @@ def test_rows_with_blocks_of_their_own_are_not_examined_again() -> None:
 def test_next_turn_reuses_the_partly_filled_last_block() -> None:
     bench = Bench()
     served(bench, "first", [1, 2, 3], 4)
-    turn = [1, 2, 3, *bench.answers["first"]]  # the KV of the last token is not computed
+    turn = [1, 2, 3, *bench.answers["first"]]  # the last token has no KV
     assert served(bench, "second", [*turn, 70, 71, 72]) == 6
 
 
@@ -121,7 +121,7 @@ def test_partly_filled_block_is_replaced_by_a_block_with_more_tokens() -> None:
     served(bench, "shorter again", [1, 2], 1)
     assert bench.batcher.load().cached_blocks == 1
     served(bench, "full", [1, 2, 3, 4, 5, 6], 1)
-    assert bench.batcher.load().cached_blocks == 2  # the full block, and one with two tokens
+    assert bench.batcher.load().cached_blocks == 2  # one full block, and one block with two tokens
     assert len(bench.batcher.pool.published.hashes()) == 1
 
 
@@ -161,4 +161,5 @@ def test_answers_of_a_beam_search_leave_no_partly_filled_block() -> None:
     bench.submit(beams("search", [1, 2, 3, 4, 5], 2, max_tokens=6))
     bench.run()
     load = bench.batcher.load()
-    assert (load.cached_blocks, load.free_blocks) == (1, 31)  # the prompt's full block
+    # The only cached block is the prompt's full block.
+    assert (load.cached_blocks, load.free_blocks) == (1, 31)

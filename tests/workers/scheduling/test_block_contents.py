@@ -20,7 +20,8 @@ def common(first: list[int], second: list[int]) -> int:
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
 
 
-blocks_of_tokens = st.lists(st.integers(0, 2), min_size=1, max_size=SIZE)  # some partly filled
+# The last tokens may fill a block only partly.
+blocks_of_tokens = st.lists(st.integers(0, 2), min_size=1, max_size=SIZE)
 
 
 @given(

@@ -1,4 +1,4 @@
-"""CacheReporter: replayed reports give the published blocks; routers know every named block."""
+"""CacheReporter: a router that replays all reports knows exactly the published blocks."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -23,7 +23,7 @@ def test_sequence_that_can_never_fit_is_refused() -> None:
 
 def test_longest_sequence_that_fits_runs_by_itself() -> None:
     bench = Bench(num_blocks=8)
-    new = sequence("a", [1] * 20, 13)  # 32 positions: the 33rd token needs no KV
+    new = sequence("a", [1] * 20, 13)  # 33 tokens, but the last one needs no KV: 32 positions
     bench.batcher.submit(new)
     bench.run()
     bench.expect(new)

@@ -10,7 +10,7 @@ from penstock.workers.scheduling.kv_pool import State
 from penstock.workers.scheduling.sequence import Reserved
 from tests.support.batcher_bench import Bench, sequence
 
-SYSTEM = list(range(10))  # two blocks of four tokens and the first tokens of a third
+SYSTEM = list(range(10))  # two full blocks of four tokens, and two further tokens
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])
@@ -18,7 +18,7 @@ SYSTEM = list(range(10))  # two blocks of four tokens and the first tokens of a 
 def test_transfer_that_begins_before_a_copy_does_not_overwrite_its_source(
     num_stages: int, num_short: int
 ) -> None:
-    """A planned step that copies a block is not computed yet when a KV transfer gets its blocks.
+    """A step is planned that copies a block. Before it runs, a KV transfer gets its blocks.
 
     The transfer needs `num_available + 1 - num_short` blocks.
     """
@@ -38,12 +38,13 @@ def test_transfer_that_begins_before_a_copy_does_not_overwrite_its_source(
     if (ahead := bench.batcher.plan()) is not None:
         bench.batcher.withdraw(ahead)
     reserved = [each for each in bench.batcher.events() if isinstance(each, Reserved)]
-    assert len(reserved) == num_short  # if too few blocks are free, the transfer waits
+    # With `num_short` 0, a block is missing, and the transfer waits.
+    assert len(reserved) == num_short
     for each in reserved:
-        bench.model.poison(each.blocks)  # poisoned as if the transfer had written
+        bench.model.poison(each.blocks)  # as if the transfer had already written its blocks
     bench.commit(plan)
     bench.batcher.check()
     assert bench.batcher.pool.state[plan.copies[0, 0]] == State.CACHED
-    for _ in range(8):  # the rest of the answer; `moved` never gets its KV
+    for _ in range(8):  # run the rest of `second`; `moved` never gets its KV
         bench.step()
     bench.expect(second)

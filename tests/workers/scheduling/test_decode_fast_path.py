@@ -1,4 +1,4 @@
-"""DecodeFastPath derives a plan from the previous plan, even while that step is in flight."""
+"""DecodeFastPath derives a plan from the previous plan, even if that plan's step is in flight."""
 
 from dataclasses import fields
 
@@ -44,7 +44,7 @@ def test_derived_plan_equals_the_plan_made_from_the_tables() -> None:
         following.fill(drawn)
         ahead.batcher.commit(plan, drawn)
         from_tables.commit(other)
-        # A yield of an unknown sequence changes nothing; `invalidate` forces a full plan.
+        # The unknown sequence has no effect; `invalidate` forces a full plan.
         from_tables.batcher.request_yield("unknown")
         from_tables.batcher._fast_path.invalidate()
         plan, fresh = following, from_tables.batcher.plan()
@@ -74,7 +74,7 @@ def test_token_of_a_finished_sequence_in_the_next_step_is_discarded() -> None:
     assert behind is not None
     used = bench.batcher.load().used_blocks
     assert Finished("a") in bench.batcher.events()
-    assert bench.batcher.plan() is None  # the step in flight must be committed first
+    assert bench.batcher.plan() is None  # no plan is possible until the step in flight is committed
     bench.batcher.check()
     output = bench.batcher.commit(behind, bench.model.run(behind))
     assert output.keys == ["b"]

@@ -1,4 +1,4 @@
-"""Forced tokens are appended behind sampled ones and computed in one step, within all limits."""
+"""Forced tokens follow sampled tokens and are computed together in one step, within all limits."""
 
 from typing import Any
 

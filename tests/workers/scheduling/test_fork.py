@@ -26,7 +26,7 @@ def test_choices_compute_their_prompt_once_and_start_together() -> None:
         load = bench.batcher.load()
         assert (load.prompt_tokens_computed, load.prompt_tokens_cached) == (length, 0)
         assert bench.num_tokens == length + 4 * 8
-        # Of four choices that share a partly filled block, three copy it before writing.
+        # Four choices share a partly filled block. Three of them copy it before they write to it.
         assert bench.num_copies == (3 if length % 4 else 0)
         events = bench.batcher.events()
         assert {type(event) for event in events[:4]} == {Admitted}

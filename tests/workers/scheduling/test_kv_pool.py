@@ -51,7 +51,7 @@ def test_last_block_of_the_least_recently_used_prefix_is_evicted_first() -> None
     publish(pool, second, chain(4, 5, 6))
     pool.release(first, State.USED)
     pool.release(second, State.USED)
-    pool.retain(first[:1], State.USED)  # this block is now the most recently used
+    pool.retain(first[:1], State.USED)  # now this block is the most recently used one
     pool.release(first[:1], State.USED)
     order = [int(pool.take(1, State.USED)[0]) for _ in range(6)]
     assert order == [*first[:0:-1].tolist(), *second[::-1].tolist(), int(first[0])]
@@ -108,7 +108,7 @@ def test_check_detects_wrong_block_counts() -> None:
 
 @dataclass(eq=False)
 class Held:
-    """One holder's blocks in order, and the names of its published blocks."""
+    """A holder's blocks in order, and names for those of its blocks that are published."""
 
     hold: Hold
     blocks: Ints
@@ -122,7 +122,7 @@ class PoolMachine(RuleBasedStateMachine):
         super().__init__()
         self.pool = BlockPool(10)
         self.held: list[Held] = []
-        self.content: dict[int, tuple[int, ...]] = {}  # published block -> names of its prefix
+        self.content: dict[int, tuple[int, ...]] = {}  # names of the prefix by published block
 
     def pick(self, data: st.DataObject, *holds: Hold) -> Held | None:
         among = [held for held in self.held if held.hold in holds]

@@ -12,7 +12,8 @@ def split(remaining: list[int], decode_lens: list[int], budget: int) -> list[int
         np.array(remaining, np.int32), np.array(decode_lens, np.int32), budget
     )
     assert counts.dtype == np.int32
-    assert counts.sum() == min(budget, sum(remaining))  # the budget is used up while tokens remain
+    # All of the budget is used if there are enough tokens.
+    assert counts.sum() == min(budget, sum(remaining))
     return list(map(int, counts))
 
 

@@ -1,4 +1,4 @@
-"""WaitingQueue: order, and removal from the middle. SequenceState: chain of block hashes."""
+"""WaitingQueue: order and removal from the middle. SequenceState: chain of block hashes."""
 
 import numpy as np
 from hypothesis import given
@@ -23,9 +23,9 @@ def test_head_is_always_the_first_arrival(actions: list[int]) -> None:
     queue = WaitingQueue()
     model: list[SequenceState] = []
     for number, action in enumerate(actions):
-        if action == 0 and model:  # remove any sequence
+        if action == 0 and model:  # remove any of the sequences
             queue.remove(model.pop(number % len(model)))
-        elif action == 1 and model:  # admit the head, then requeue it as after a preemption
+        elif action == 1 and model:  # admit and requeue the first sequence, like a preemption
             head = queue.head()
             assert head is not None
             queue.remove(head)

@@ -36,13 +36,13 @@ async def worker(checkpoint: Path) -> AsyncIterator[RunningWorker]:
 
 
 class Follower:
-    """A router's stream, with an index that its messages keep up to date."""
+    """A router's stream, and an index that is updated by the messages of the stream."""
 
     def __init__(self, attached: AttachedRouter, start: int = 0) -> None:
         self.attached = attached
         self.index = PrefixIndex()
         self._feed = CacheFeed(self.index)
-        self._num_read = start  # number of messages that were read
+        self._num_read = start  # number of messages that the index has read
         welcome = attached.welcome
         self._feed.worker_up("w0", welcome.incarnation, welcome.num_blocks, 0.0)
 
@@ -55,7 +55,7 @@ class Follower:
         await self.attached.until(lambda: self.knows(prompt) == num_blocks)
 
     def knows(self, prompt: list[int]) -> int:
-        """Return how many blocks of the prompt are cached, from all messages so far."""
+        """Return the number of the prompt's blocks that are cached, by all messages so far."""
         for message in self.attached.received[self._num_read :]:
             self._num_read += 1
             if message.HasField("cache_snapshot"):

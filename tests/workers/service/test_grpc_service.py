@@ -230,7 +230,7 @@ async def test_blocked_event_loop_is_not_taken_for_a_silent_router(checkpoint: P
         WorkerConfig("w1", checkpoint, kv_cache_mib=1, heartbeat_seconds=heartbeat_seconds)
     )
     router = await AttachedRouter(running.address).open(heartbeat_seconds=heartbeat_seconds)
-    # Block the event loop, so that no heartbeats are sent; ten missed heartbeats end a stream.
+    # The event loop is blocked, so no heartbeats are sent. Ten missed heartbeats end a stream.
     time.sleep(20 * heartbeat_seconds)
     await router.submit(1, PROMPT, greedy(3))
     assert len(await router.answer(1)) == 3
@@ -272,7 +272,8 @@ async def test_stop_tokens_and_logprobs(router: AttachedRouter, reference: Refer
     entries = [(step.token[entry.row], entry) for step in steps for entry in step.logprobs]
     assert [token for token, _ in entries] == answer
     for token, entry in entries:
-        assert entry.tokens[0] == token  # greedy: the sampled token is the most likely one
+        # With greedy sampling, the sampled token is the most likely one.
+        assert entry.tokens[0] == token
         assert entry.values[0] == pytest.approx(entry.chosen)
         assert entry.values[0] >= entry.values[1]
 
@@ -286,7 +287,7 @@ async def test_cached_tokens_are_sent_once_and_not_after_the_first_token(
         await router.answer(request)
     steps = [message.step for message in router.received if message.HasField("step")]
     sent = [(entry.request, entry.tokens) for step in steps for entry in step.cached]
-    assert sent == [(1, 0), (2, 39)]  # the last token must be computed
+    assert sent == [(1, 0), (2, 39)]  # of 40 cached tokens, the last one is computed again
     for request in (1, 2):
         counted = [request in {entry.request for entry in step.cached} for step in steps]
         computed = [request in step.request for step in steps]
@@ -303,8 +304,8 @@ async def test_drop_frees_the_blocks(router: AttachedRouter) -> None:
     await router.drop(1)
     await router.until(lambda: router.load.running == 0 and free_blocks(router) == total)
     assert len(router.answers[1, 1]) < 200
-    await router.drop(1)  # dropping the request again has no effect
-    await router.drop(77, 5)  # dropping an unknown request has no effect
+    await router.drop(1)  # a second drop of the same request has no effect
+    await router.drop(77, 5)  # a drop of an unknown request has no effect
     await router.submit(2, PROMPT, greedy(2))
     await router.answer(2)
 

@@ -63,7 +63,7 @@ async def test_answer_has_its_form_and_continues_from_its_log(router: AttachedRo
 async def test_commands_for_a_sequence_reach_the_engine_after_it(router: AttachedRouter) -> None:
     params = constrained(200, form("regex", "[a-z ]{5000}"))
     await router.submit(1, PROMPT, params)
-    # `yield` is a keyword of Python, so pass it by a dict.
+    # `yield` is a keyword of Python, so pass this field through a dict.
     command: dict[str, Any] = {"yield": wire.Yield(request=1, attempt=1)}
     await router.send(**command)
     await router.until(lambda: any(each.HasField("yielded") for each in router.received))

@@ -204,7 +204,8 @@ async def test_router_that_reads_nothing_is_ended_alone(
     ) as slow:
         async with asyncio.timeout(60):
             number = 2
-            while "router slow detached" not in caplog.text:  # its sequences are then dropped
+            # Wait until the worker has dropped this router's sequences.
+            while "router slow detached" not in caplog.text:
                 await asyncio.sleep(HEARTBEAT_SECONDS / 2)
                 number += 1
                 heartbeat = wire.ToWorker(number=number, heartbeat=wire.Heartbeat())

@@ -73,7 +73,8 @@ def test_an_unknown_dtype_is_refused(folder: Path) -> None:
 
 def test_redundant_tensors_of_older_tools_are_ignored(folder: Path) -> None:
     def add(tensors: dict[str, torch.Tensor]) -> None:
-        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()  # tied weight
+        # Redundant, because the head is tied to the embedding.
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(6)
 
     edit(folder, add)
@@ -125,7 +126,7 @@ def test_config_of_another_model_is_refused(folder: Path) -> None:
     with pytest.raises(BadCheckpoint, match=r"lacks tensor model\.layers\.2\..* and \d+ more"):
         load_model(folder, "auto", CPU)
     configure(folder, num_hidden_layers=2, intermediate_size=1 << 24)
-    # The shape is checked before any memory is allocated.
+    # The shape is checked first: allocating memory for it would fail.
     with pytest.raises(BadCheckpoint, match=r"has shape .*16777216"):
         load_model(folder, "auto", CPU)
 

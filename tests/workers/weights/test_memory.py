@@ -96,7 +96,7 @@ def test_peak_is_the_finished_size_plus_two_products(tmp_path: Path, quantizatio
 def test_stacked_experts_are_quantized_one_by_one(
     tmp_path: Path, quantization: str, bytes_per_weight: float
 ) -> None:
-    """At most one stack of codes, and floats of two experts, are held beside finished layers."""
+    """Beside finished layers, at most a stack of codes and two experts' floats are held."""
     folders = (make(tmp_path / "warm", 1, STACKED), make(tmp_path / "model", 2, STACKED))
     peak, finished = memory_of(folders, quantization)
     expert = 2 * HIDDEN * HIDDEN
@@ -105,7 +105,7 @@ def test_stacked_experts_are_quantized_one_by_one(
 
 
 def memory_of(folders: tuple[Path, Path], quantization: str) -> tuple[int, int]:
-    """Load both folders in a process; return peak and growth in bytes for the second."""
+    """Load both folders in one process; return the peak and growth in bytes of the second load."""
     found = subprocess.run(
         [sys.executable, "-c", LOAD, *map(str, folders), quantization],
         env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"},
@@ -153,4 +153,4 @@ def test_peak_of_quantized_weights_is_the_finished_size_plus_two_products(
     peak, finished = memory_of(folders, "none")
     assert peak <= finished + 2 * LARGEST_PACKED + BUFFERS
     size = (folders[1] / "model.safetensors").stat().st_size
-    assert finished < 1.25 * size  # scales are held in float32
+    assert finished < 1.25 * size  # larger than the file, because scales are held in float32

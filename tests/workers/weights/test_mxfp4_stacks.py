@@ -47,7 +47,7 @@ def make_gpt_oss(folder: Path, **changes: Any) -> Any:
     stored = {}
     for name, parameter in model.named_parameters():
         parameter.data.normal_(1.0 if "norm" in name else 0.0, 0.1)
-        if name.endswith(STACKS):  # [experts, in, out]
+        if name.endswith(STACKS):  # shape [experts, in, out]
             codes, exponents, dequantized = mx_blocks(parameter.data.transpose(1, 2).contiguous())
             parameter.data.copy_(dequantized.transpose(1, 2))
             stored[f"{name}_blocks"] = low_first(codes).view(*codes.shape[:2], -1, 16)
@@ -90,7 +90,7 @@ def test_engine_serves_the_checkpoint(tmp_path: Path) -> None:
 
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep the codes of all stacks as they are before they are packed for a kernel."""
+    """Keep all stacks as codes, and do not pack them for a kernel."""
 
     def keep(linear: Linear, matrix: QuantizedMatrix) -> None:
         linear.packed = TiledLinear(matrix, linear.bias)
@@ -120,7 +120,7 @@ def test_weights_are_those_of_transformers(tmp_path: Path, held: None) -> None:
 def test_every_rank_has_the_weights_of_one_rank(
     shape: tuple[int, int, int], tmp_path: Path, held: None
 ) -> None:
-    """An expert has 288 inputs: divided among four ranks, they begin and end inside blocks."""
+    """With 288 inputs divided among four ranks, a rank's inputs begin and end inside blocks."""
     make_gpt_oss(tmp_path, intermediate_size=288, num_key_value_heads=4)
     mesh, spec = Mesh(*shape), read_spec(tmp_path)
     whole = stacks(load_model(tmp_path, "auto", CPU)[1])

@@ -148,7 +148,7 @@ def test_every_rank_has_the_codes_of_one_rank(
 
 
 def test_same_layers_are_quantized_on_every_rank(tmp_path: Path) -> None:
-    """A layer that is large enough to be quantized is quantized even when its shards are small."""
+    """If a layer is large enough, it is quantized, although the shard of a rank may be small."""
     folder = make_model(tmp_path, "llama", hidden_size=64, intermediate_size=256, head_dim=16)
     methods = []
     for mesh in (Mesh(1), Mesh(2), Mesh(4)):

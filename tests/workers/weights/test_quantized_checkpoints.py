@@ -88,7 +88,8 @@ def test_int8_products_are_those_of_quantization_while_loading(
     online = load_model(tmp_path / "float", "auto", CPU, quantization="int8")[1]
     assert stored.head is not None
     assert online.head is not None
-    stored.head.packed = online.head.packed  # the head is not quantized in the checkpoint
+    # Unlike the other model, the checkpoint does not quantize its head.
+    stored.head.packed = online.head.packed
     found, expected = (generate(each, prompts(), MAX_NEW, CHUNK) for each in (stored, online))
     assert found[0] == expected[0]
     for ours, theirs in zip(found[1], expected[1], strict=True):

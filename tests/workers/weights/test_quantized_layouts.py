@@ -1,4 +1,4 @@
-"""Reading of quantized modules: codes as compressed-tensors reads them, and cuts among ranks."""
+"""Layouts of quantized modules: codes of compressed-tensors, and division among ranks."""
 
 from pathlib import Path
 from typing import Any, cast

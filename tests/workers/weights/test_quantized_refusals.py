@@ -190,7 +190,7 @@ def test_bfloat16_products_are_within_the_rounding_of_their_operands(
         if one.weight.shape[1] == 192:
             weight = one(torch.eye(192)).T
             error = (other(x).float() - x.float() @ weight.T).abs()
-            # Weights and results are rounded to 8 bits; float32 sums add far less than 2^-9.
+            # Weights and results have 8 bits; rounding in float32 sums adds far less than 2^-9.
             assert (error <= 3 * 2.0**-9 * (x.float().abs() @ weight.abs().T)).all()
 
 

@@ -31,7 +31,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def ranks_of(coord: MeshCoord) -> ParallelGroups:
-    """Return a rank's groups with a placeholder process group, because loading does not use it."""
+    """Return a rank's groups. Loading does not use the process group, so it is a placeholder."""
     placeholder = cast(ProcessGroup, object())
     return ParallelGroups(coord, placeholder if coord.mesh.tp > 1 else None)
 
@@ -72,7 +72,8 @@ def test_ranks_together_hold_every_weight(
 @pytest.mark.parametrize("name", ["llama", "phi3", "falcon", "mpt", "gpt-oss", "deepseek"])
 def test_rank_reads_and_holds_exactly_its_regions(models: dict[str, Path], name: str) -> None:
     spec, whole = load_model(models[name], "auto", CPU)
-    if spec.qkv_grouped:  # loading has reordered the fused q, k, v rows
+    # `load_model` has reordered the fused rows of q, k and v; `load_into` does not.
+    if spec.qkv_grouped:
         whole = empty_decoder(spec, torch.float32, CPU)
         load_into(models[name], whole)
     for rank in range(4):

@@ -31,7 +31,7 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rate_is_raised_until_the_server_misses_the_goals(
     api: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # A warm-up, 20 requests at 50/s and 40 at 100/s are answered; all others are refused.
+    # The stub answers a warm-up, 20 requests at 50/s and 40 at 100/s, and refuses all others.
     behaviour = Behaviour(refuse_after=61)
     saved, drawn = tmp_path / "sweep.json", tmp_path / "sweep.svg"
     flags = [*GOALS, *SMALL, "--save-json", str(saved), "--save-svg", str(drawn)]
@@ -63,7 +63,7 @@ def test_first_rate_comes_from_the_warm_up(capsys: pytest.CaptureFixture[str]) -
     with grpc_stub(Behaviour(refuse_after=21)) as address:
         assert main([address, *flags]) == 0
     first = float(capsys.readouterr().out.splitlines()[1].split()[0])
-    assert 0 < first < 50  # an answer of the stub takes 20 ms or more
+    assert 0 < first < 50  # each answer of the stub takes at least 20 ms
 
 
 def test_client_that_sends_late_ends_the_sweep(
@@ -85,7 +85,7 @@ def test_ctrl_c_reports_the_steps_that_have_ended() -> None:
             text=True,
         )
         assert process.stdout is not None
-        process.stdout.readline()  # the heading
+        process.stdout.readline()  # skip the heading
         first = process.stdout.readline()
         process.send_signal(signal.SIGINT)
         words, errors = process.communicate(timeout=60)

@@ -33,7 +33,7 @@ def test_all_points_are_drawn_inside_of_the_picture(
     drawn = ET.fromstring(draw(steps, steps[0], goals, "a < b"))
     _, _, width, height = map(float, drawn.attrib["viewBox"].split())
     dots = list(drawn.iter(f"{SVG}circle"))
-    assert len(dots) == 6 * len(steps)  # two lines in each of three panels
+    assert len(dots) == 6 * len(steps)  # three panels have two lines each
     assert all(0 <= float(dot.attrib["cx"]) <= width for dot in dots)
     assert all(0 <= float(dot.attrib["cy"]) <= height for dot in dots)
     words = [text.text or "" for text in drawn.iter(f"{SVG}text")]

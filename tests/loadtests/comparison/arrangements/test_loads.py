@@ -32,7 +32,7 @@ def test_lengths_of_the_mix_change_with_its_phases(count: int, work: float, seed
     assert [one.number for one in plan] == list(range(len(plan)))
     assert all(before.due <= after.due for before, after in pairwise(plan))
     for one in plan:
-        # The last request of a phase is due exactly at its end.
+        # Subtract a little, because the last request of a phase is due exactly at the phase's end.
         number = max(0, int((one.due - 1e-6) // 30.0))
         at = {number, min(number + 1, count - 1)}
         assert any(

@@ -29,7 +29,7 @@ async def open_to(stub: OpenAiStub) -> tuple[asyncio.StreamReader, asyncio.Strea
 
 async def test_every_token_is_one_event_and_one_chunk(stub: OpenAiStub) -> None:
     load = await read_streams(stub.address, 8, 20)
-    assert load.check(20) == 8 * 21  # the end mark has a chunk of its own
+    assert load.check(20) == 8 * 21  # each of the 8 streams also has an end mark
     assert all(answer.start < answer.first <= answer.last for answer in load.answers)
     assert not stub.streams
 

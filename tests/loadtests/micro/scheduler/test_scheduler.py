@@ -1,4 +1,4 @@
-"""The comparison with vLLM's scheduler: how its cells run, and the counts of each cell."""
+"""The comparison with vLLM's scheduler: its cells run, and each cell counts correctly."""
 
 import dataclasses
 from typing import Any

@@ -55,7 +55,7 @@ def test_fingerprint_depends_on_the_order_and_on_each_byte(tmp_path: Path) -> No
 
 @pytest.fixture
 def fingerprints(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The fingerprints of the runs, for which no process starts; a run of this tree takes 2 s."""
+    """Replace the runs by fake results with these fingerprints; a run of this tree takes 2 s."""
     ahead: list[str] = []
 
     async def measured(tree: SourceTree, work: host.Work) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def test_trees_are_compared_if_they_moved_the_same_bytes(
 
 @pytest.fixture
 def older_tree(tmp_path: Path) -> Path:
-    """The modules of the older commit; skips the test where the history does not have it."""
+    """The modules of an older commit. If the history lacks this commit, the test is skipped."""
     command = ["git", "-C", str(ROOT), "archive", OLDER_COMMIT]
     archived = subprocess.run(
         [*command, "penstock", "workers", "kernels", "protos"], capture_output=True, check=False

@@ -34,7 +34,7 @@ from tests.support.served_router import model_folder, serving
 from tests.support.stub_worker import StubWorker
 
 NO_TRANSFERS = Arrangement({"mixed": 1}, 64, 1000, 0.0, 0.0, 0.0)
-GAP = 0.0005  # seconds between two steps
+GAP = 0.0005  # pause between two steps in seconds
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> RouterConfig:
 
 
 def records() -> pb.StepRecords:
-    """Return the records of steps that take exactly as long as `TIMING` says."""
+    """Return the records of steps whose durations are exactly those of the time model `TIMING`."""
     steps = grid()
     return pb.StepRecords(
         number=range(1, len(steps) + 1),
@@ -142,7 +142,7 @@ def test_busy_fraction_is_the_overlap_with_the_other_workers_steps(
 
 
 def laid_out(steps: list[tuple[float, float]]) -> tuple[Floats, Floats]:
-    """Return the starts and ends of steps, given as durations and pauses before them."""
+    """Return the start and end of each step, from the durations and the pauses."""
     durations, pauses = np.array(steps).T
     ends = (durations + pauses).cumsum()
     return ends - durations, ends

@@ -103,7 +103,7 @@ def test_line_has_no_negative_parameters() -> None:
 
 @pytest.mark.parametrize("deviation", [0.0, 0.02, 0.2])
 def test_jitter_is_the_deviation_of_equal_steps(deviation: float) -> None:
-    """The estimate of a deviation from n values has a relative standard error of 1 / sqrt(2 n)."""
+    """An estimate of the deviation from n values has a relative standard error of 1 / sqrt(2 n)."""
     steps = Steps.joined([grid()] * 8)
     random = np.random.Generator(np.random.Philox(key=1))
     factors = np.exp(deviation * random.standard_normal(len(steps)))
@@ -133,7 +133,7 @@ def test_slowdown_by_other_workers_is_fitted_apart_from_the_rest(sharing: float,
 def test_slowdown_is_unknown_without_equal_steps_of_both_kinds() -> None:
     steps = grid()
     always = np.ones(len(steps))
-    # Only long steps ran while other workers computed.
+    # Only long steps ran beside other workers, so no two equal steps can be compared.
     apart = (steps.tokens > 16).astype(np.float64)
     for others in (0 * always, always, apart):
         assert sharing_of(replace(steps, others=others)) == 0.0

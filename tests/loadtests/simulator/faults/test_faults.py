@@ -50,7 +50,7 @@ def test_some_schedules_pass() -> None:
     assert counts.ends["ok"] > 0.7 * counts.requests
 
 
-# CI runs 2,000 schedules (`.ci/run`).
+# Only a few schedules run here, because CI runs 2,000 (`.ci/run`).
 @pytest.mark.slow
 def test_one_and_two_processes_give_the_same_output(capsys: pytest.CaptureFixture[str]) -> None:
     outputs = []

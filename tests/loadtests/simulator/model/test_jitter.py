@@ -13,7 +13,7 @@ def test_factors_of_a_step_do_not_depend_on_how_many_are_drawn_at_once() -> None
 def test_factors_have_mean_one_and_the_given_deviation() -> None:
     factors = StepJitter(0.1, 7, "mixed-1").factors(1, NUM_FACTORS)
     assert factors.mean() == pytest.approx(1)
-    # The standard error of a deviation estimated from n values is sigma / sqrt(2 n).
+    # An estimate of the deviation sigma from n values has a standard error of sigma / sqrt(2 n).
     assert np.log(factors).std() == pytest.approx(0.1, rel=5 / np.sqrt(2 * NUM_FACTORS))
     assert len(np.unique(factors)) == NUM_FACTORS
 

@@ -45,7 +45,7 @@ def run(plan: ClusterPlan, load: list[Planned], policy: Policy | None) -> Cluste
 def test_default_placement_decides_like_the_plain_comparison(
     pools: dict[str, int], rate: float, shares_prompts: bool
 ) -> None:
-    """The highest rate fills all workers, so that requests wait and some do not fit."""
+    """At the highest rate, all workers are full: requests wait, and some do not fit."""
     plan = ClusterPlan(pools, LIMITS, Timing())
     load = load_of(4.0, rate, seed=int(rate))
     if shares_prompts:

@@ -41,11 +41,11 @@ def test_a_short_load_is_served_and_its_result_is_reproducible() -> None:
 
 @pytest.mark.slow
 def test_slo_order_meets_more_goals_under_overload() -> None:
-    # Under overload, SLO order serves short prompts first.
+    # With a TTFT SLO, short prompts are served first under overload, so more goals are met.
     case = Case("overload", lambda at: 14.0, 14.0, "lognormal:256-4096", "16", 1, 1)
     kept = [
         play(case, POLICIES["always"](), Playing(20.0, 1, promised)).figures.kept
-        for promised in (0.0, 2.0)  # TTFT SLO in seconds, or 0 for no SLO
+        for promised in (0.0, 2.0)  # TTFT SLO in seconds; 0 means no SLO
     ]
     assert kept[1] > kept[0] + 0.3
 

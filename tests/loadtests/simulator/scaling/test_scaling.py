@@ -71,7 +71,7 @@ def test_the_command_prints_a_table_and_writes_a_page(
 
 
 def test_clairvoyant_needs_workers_only_for_the_actual_arrivals() -> None:
-    # A single request at 0 s, a burst of 14 s of work at 50 s, and a single request at 100 s.
+    # The load: one request at 0 s, a burst of 14 s of work at 50 s, and one request at 100 s.
     timing = Timing(launch=0.0, token=1e-3, pair=0.0, weights=0.0, kv_token=0.0)
     quiet = [Planned(0, 0.0, 1, 1), Planned(9, 100.0, 1, 1)]
     burst = [Planned(1 + n, 50.0, 1000, 1) for n in range(14)]

@@ -45,7 +45,7 @@ def drawn_in(batcher: Batcher, rows: Ints, lengths: Ints) -> Ints:
 
 
 def run_step(batcher: Batcher, plan: StepPlan | None = None) -> StepPlan | None:
-    """Run the step `plan`, or plan and run one; return the plan, or None if there is no work."""
+    """Run the step `plan`, or plan a step and run it; return the plan, or None without work."""
     plan = plan or batcher.plan()
     if plan is not None:
         rows = plan.sampling_rows
@@ -68,7 +68,7 @@ def skip_steps(batcher: Batcher, most: int) -> int:
 
 
 def compare(news: Sequence[NewSequence], most: Sequence[int], **changes: int) -> int:
-    """Run `news` with and without skips; check that states are equal; return the skipped steps."""
+    """Run `news` step by step and with skips. Compare the states; return the number of skips."""
     num_skipped = 0
     one, many = Batcher(limits(**changes)), Batcher(limits(**changes))
     for number, new in enumerate((*news, None)):
@@ -111,14 +111,14 @@ def test_skipped_steps_leave_the_state_of_single_steps(
         for key, (length, max_tokens) in enumerate(lengths)
     ]
     changes = {"block_size": block_size, "max_sequences": max_sequences, "watermark": watermark}
-    # Each sequence fits alone, but not all at once: some wait, some are preempted.
+    # Each sequence fits alone, but not all fit at once: some wait, others are preempted.
     blocks = num_blocks * 4 // block_size
     compare(news, most, num_blocks=blocks, max_batched_tokens=16, **changes)
 
 
 def test_most_steps_of_an_unchanged_batch_are_skipped() -> None:
     news = [sequence(key, list(range(3 + key)), 40) for key in range(3)]
-    # The first step of each sequence is run; most later steps are skipped.
+    # Only the first step of each sequence must be run; most of the other steps are skipped.
     assert compare(news, [50], num_blocks=64) >= 30
 
 

@@ -47,7 +47,7 @@ class Pair:
         self.written.update(zip(blocks.tolist(), content, strict=True))
 
     def transfer(self, num_pieces: int) -> None:
-        """Send blocks 0, 1, ... into blocks 100, 101, ..."""
+        """Send blocks 0, 1, ... of the source to blocks 100, 101, ... of the destination."""
         for index in range(num_pieces):
             self.source.send(piece(index, index))
             self.target.receive(piece(index, 100 + index))

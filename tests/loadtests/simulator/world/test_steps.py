@@ -72,8 +72,8 @@ def test_seed_determines_the_jitter_and_the_mean_stays() -> None:
     assert first == again
     assert first != other
     means = [run.busy_seconds / run.num_steps for run in (runs[0], runs[3])]
-    # The standard error of the mean of n factors is 0.2 / sqrt(n). Batches also differ slightly,
-    # because requests meet other requests in them.
+    # The standard error of the mean of n factors is 0.2 / sqrt(n).
+    # The batches differ slightly, because other step times let other requests meet.
     assert runs[0].num_steps > 400
     assert means[0] == pytest.approx(means[1], rel=5 * 0.2 / 400**0.5)
 
@@ -110,7 +110,7 @@ def test_same_results_while_the_pool_scales() -> None:
 
 @pytest.mark.long
 def test_same_results_in_slo_order() -> None:
-    """Load is four times the capacity, and blocks are few, so the order of prompts changes."""
+    """At four times the capacity and with few blocks, waiting prompts are reordered."""
     limits = replace(LIMITS, num_blocks=120, max_sequences=4)
     plan = ClusterPlan({"mixed": 2}, limits, Timing(), ttft_slo_seconds=0.5)
     assert_same_results(plan, load_of(20.0, 6.0), (Static(plan.pools), Static(plan.pools)))
@@ -163,7 +163,7 @@ def test_workers_that_share_cores_have_the_same_times_in_a_fast_forward() -> Non
 
 
 def test_workers_that_share_cores_slow_each_other_down_while_both_compute() -> None:
-    """Two equal requests run on one worker each and share cores; a lone request has all cores."""
+    """Two equal requests run on two workers that share cores. A lone request has all the cores."""
     timing = Timing(sharing=0.5)
     together = [Planned(0, 1.0, 512, 100), Planned(1, 1.0, 512, 100)]
     plan = ClusterPlan({"mixed": 2}, LIMITS, timing, is_one_machine=True)
@@ -181,7 +181,7 @@ def test_step_is_slowed_down_by_the_others_that_compute_when_it_begins() -> None
     cores, runners = SharedCores(0.5), [_Runner(), _Runner(), _Runner()]
     for number, runner in enumerate(runners):
         cores.set_computing(runner, True)
-        cores.set_computing(runner, True)  # the same worker begins its next step
+        cores.set_computing(runner, True)  # the worker begins its next step without becoming idle
         assert cores.slowdown(runner) == 1 + 0.5 * number
     assert [runner.num_changes for runner in runners] == [2, 1, 0]
     cores.set_computing(runners[0], False)

@@ -1,4 +1,4 @@
-"""Pieces of an answer become content blocks, which are the same for whole and streamed answers."""
+"""Pieces of an answer become content blocks, equal for whole and streamed answers."""
 
 import json
 from collections.abc import Sequence

@@ -38,14 +38,15 @@ def test_token_chunk_equals_the_general_chunk(
     kind: type[CompletionFormatter | ChatFormatter], wants_usage: bool
 ) -> None:
     fast, general = kind(context(wants_usage=wants_usage)), kind(context(wants_usage=wants_usage))
-    # The first chunk of a choice may have more fields.
+    # The first chunk of a choice is made by the general path, because it may have more fields.
     assert fast.token_chunks.get(1, 1, "x") is None
     assert text_of(fast.chunk(plain(0, "first"))) == text_of(general.chunk(plain(0, "first")))
     for position, text in enumerate(TEXTS, start=1):
         expected = text_of(general.chunk(plain(position, text))).encode()
         assert fast.token_chunks.get(1, 1, text) == expected
     assert fast.token_chunks.get(1, 0, "x") is None
-    assert fast.end_of_stream() == general.end_of_stream()  # the usage counts the same tokens
+    # Both count the same tokens, so the usage is equal.
+    assert fast.end_of_stream() == general.end_of_stream()
 
 
 @pytest.mark.parametrize(

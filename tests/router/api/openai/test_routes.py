@@ -64,7 +64,7 @@ async def test_chat_completion(client: Any, sentence_served: Served) -> None:
     assert choice.message.role == "assistant"
     assert choice.finish_reason == "stop"
     assert answer.usage is not None
-    num_answer = len(tokens_of(SENTENCE)) + 1  # + 1: the end token counts
+    num_answer = len(tokens_of(SENTENCE)) + 1  # + 1 for the end token
     num_prompt = len(sentence_served.worker.submits[0].prompt)
     assert answer.usage.completion_tokens == num_answer
     assert answer.usage.prompt_tokens == num_prompt
@@ -410,7 +410,7 @@ async def test_echo_puts_the_prompt_before_the_answer(client: Any, sentence_serv
         assert len(logprobs.tokens) == len(prompt) + 3
         assert logprobs.token_logprobs[: len(prompt)] == [None, *(-t / 8 for t in prompt[1:])]
         assert logprobs.top_logprobs[0] is None
-        assert len(logprobs.top_logprobs[1]) == 2  # the prompt token and the likeliest token
+        assert len(logprobs.top_logprobs[1]) == 2  # the token of the prompt and the likeliest token
         assert logprobs.text_offset[0] == 0
 
 

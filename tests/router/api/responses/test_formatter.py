@@ -1,4 +1,4 @@
-"""The formatter of responses, fed with an answer that is split in every way."""
+"""The formatter of responses: an answer that is split in any way gives the same events."""
 
 import itertools
 import json
@@ -107,9 +107,9 @@ def joined(events: Sequence[dict[str, Any]]) -> list[Any]:
 
 
 def streamed(setup: Setup, cuts: Sequence[int], with_logprobs: bool, idle: float) -> list[Any]:
-    """Return the events of an answer that is cut into deltas.
+    """Return the events of an answer that is split into deltas at `cuts`.
 
-    The fraction `idle` of the single-token deltas is sent through `token_chunk`.
+    The formatter gets a single token through `token_chunk` with probability `idle`.
     """
     formatter, texts = setup.formatter(with_logprobs), pieces_of(TOKENS)
     drawn = random.Random(len(cuts))
@@ -174,7 +174,7 @@ def test_logprobs_of_one_token_are_encoded_in_a_step(
         return "{}"
 
     monkeypatch.setattr("penstock.router.api.responses.formatter.logprobs_json", encode)
-    tokens = [END_TOKEN] * 50 + [TOKENS[-1]]  # end tokens have no text
+    tokens = [END_TOKEN] * 50 + [TOKENS[-1]]  # end tokens add no text
     whole = Delta(0, 0, 0, tokens, pieces_of(tokens[-1:])[0], [entry(9)] * 51, "length")
     counts = [0]
     for _ in setup.formatter(True, is_parsed=False).chunk(whole):

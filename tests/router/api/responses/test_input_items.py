@@ -46,7 +46,8 @@ async def test_pages_have_every_item_once_and_in_order(order: str) -> None:
 
 
 async def test_only_the_lists_of_a_page_are_split() -> None:
-    unread = StoredItems(b"a\nb", [b"one line"], b"", 0)  # `lines` would raise ValueError
+    # Reading `lines` of this record would raise ValueError.
+    unread = StoredItems(b"a\nb", [b"one line"], b"", 0)
     lists = [unread, listed(["c"]), listed(["d", "e"])]
     assert [item["id"] for item in (await page(lists, limit="2"))["data"]] == ["e", "d"]
     assert [item["id"] for item in (await page(lists, limit="1", after="e"))["data"]] == ["d"]

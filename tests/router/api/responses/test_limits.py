@@ -89,7 +89,7 @@ async def test_conversation_of_stored_responses_is_bounded(
 async def test_largest_answer_does_not_hold_the_event_loop(
     shared_served: Served, http: httpx.AsyncClient, kind: str
 ) -> None:
-    # The fixture `callback_times` measures every callback.
+    # The fixture `callback_times` fails the test if a callback takes too long.
     include = ["message.output_text.logprobs"]
     body = {"input": "x", "max_output_tokens": 1900, "include": include, "top_logprobs": 20}
     if kind == "stream":

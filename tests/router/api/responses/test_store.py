@@ -13,7 +13,7 @@ def response(name: str, num_bytes: int = 0) -> StoredResponse:
 
 
 def names(store: ResponseStore, tenant: str, of: str) -> str:
-    """Return the characters of `of` that are the id of a stored response."""
+    """Return those characters of the string `of` that are ids of stored responses."""
     return "".join(name for name in of if _is_stored(store, tenant, name))
 
 

@@ -1,4 +1,4 @@
-"""Shorter conversations for `truncation: auto`."""
+"""Shorter conversations for `truncation: auto` of the Responses API."""
 
 import asyncio
 import json
@@ -40,7 +40,7 @@ def chat(messages: list[dict[str, Any]]) -> Chat:
 
 
 async def shorter(messages: list[dict[str, Any]], instructions: Any = None) -> list[list[Any]]:
-    """Return the messages of the shorter chats without the instructions."""
+    """Return the messages of each shorter chat, without the instructions."""
     head = [instructions] if instructions else []
     size = len(dumps(instructions).encode()) if instructions else 0
     found = []
@@ -86,14 +86,14 @@ RULE = {"role": "developer", "content": TRICKY}
 @pytest.mark.parametrize(
     ("messages", "expected"),
     [
-        # an answer between a call and its result
+        # Case: an answer between a call and its result.
         ([user(), call("f"), ANSWER, result("f"), ANSWER], [[[0, 4]]]),
         ([user(), call("f"), call("g"), result("f"), ANSWER, result("g"), ANSWER], [[[0, 6]]]),
-        # a message of the user between a call and its result
+        # Case: a message of the user between a call and its result.
         ([user(), ANSWER, user(), call("f"), user("b"), result("f")], [[[2, 3, 4, 5]]]),
-        # other messages behind the question belong to it
+        # Case: other messages directly after the question belong to it.
         ([user(), RULE, ANSWER, call("f"), result("f")], [[[0, 1, 3, 4]]]),
-        # no question
+        # Case: a conversation without a question.
         ([call("f"), result("f"), call("f"), result("f"), ANSWER], [[[2, 3, 4], [4]]]),
     ],
 )
@@ -118,7 +118,8 @@ async def test_other_callbacks_run_while_many_messages_are_read(
     assert turns > 2 * 2000 // 256
     (chats,) = reading.result()
     assert len(chats.offsets) == 1999
-    assert [type(offset) for offset in chats.offsets[:1]] == [int]  # offsets instead of whole chats
+    # Chats are kept as offsets, not as copies.
+    assert [type(offset) for offset in chats.offsets[:1]] == [int]
 
 
 async def test_longest_conversation_that_fits_is_found() -> None:

@@ -89,14 +89,14 @@ def test_unmeasured_case_is_that_of_the_other_one() -> None:
 
 
 def test_one_worker_is_preferred_if_its_steps_are_faster_for_all_sequences() -> None:
-    # Four sequences: a step takes 10 + 4 ms if all are on one worker, and 20 + 4 ms if two workers
-    # have two each.
+    # If all four sequences are on one worker, a step takes 10 + 4 * 1 ms.
+    # If two workers have two sequences each, a step takes 20 + 2 * 2 ms.
     fast = [both(0.010, 0.020, 0.002), both(0.010, 0.020, 0.002)]
     assert prefers_one_worker(fast, [2, 1], 20.0)
-    # The workers do not slow each other down, so two are as fast as one.
+    # Steps are as fast beside another worker as alone, so several workers are preferred.
     apart = [both(0.010, 0.010), both(0.010, 0.010)]
     assert not prefers_one_worker(apart, [2, 1], 20.0)
-    # One worker is only slightly faster.
+    # Steps on a single worker are only slightly faster.
     even = [both(0.010, 0.011), both(0.010, 0.011)]
     assert not prefers_one_worker(even, [2, 1], 20.0)
 

@@ -42,7 +42,7 @@ def test_rate_follows_changes_and_ignores_decode_steps() -> None:
         seconds, tokens = seconds + 1, tokens + rate
         measured.add(load(tokens, seconds))
         before = measured.tokens_per_second
-        measured.add(load(tokens, seconds))  # a step without prompts
+        measured.add(load(tokens, seconds))  # decode steps add no prompt tokens and no prefill time
         assert measured.tokens_per_second == before
     assert 3900 < measured.tokens_per_second <= 4000
 

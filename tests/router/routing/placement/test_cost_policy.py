@@ -1,4 +1,4 @@
-"""`CostPolicy` makes the choices of `RolePolicy` with `CostRanking`, which compares all workers."""
+"""`CostPolicy` chooses as `RolePolicy` with `CostRanking` does, which compares all workers."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -88,7 +88,7 @@ def cached_of(registry: WorkerRegistry, workers: Sequence[dict[str, Any]]) -> Ca
     index.store("gone", PROMPT, START)
     for view, state in zip(reversed(registry.views()), workers, strict=True):
         for known, depth in ((index, state["depth"]), (recent, state["recent"])):
-            if depth:  # a worker without blocks has no slot
+            if depth:  # a worker without cached blocks gets no slot
                 known.store(view.name, PROMPT[:depth], START)
     levels = [(BLOCK, each.levels(PROMPT)) for each in (index, recent)]
     return CachedPrefix(slots, merge_levels(levels))

@@ -19,7 +19,7 @@ from penstock.router.routing.placement.policy import LeastLoaded, Placement
 from penstock.router.routing.worker_view import ResourceUsage, WorkerView
 from tests.support.router_world import info_of
 
-RATE = 1000  # prompt tokens a second
+RATE = 1000  # prompt tokens per second
 
 
 def worker(name: str, role: str, queued: int = 0, running: int = 0, rate: int = RATE) -> WorkerView:
@@ -59,7 +59,8 @@ def decide(
         (1000, 0, 8, 0, 0.01, "apart: harm"),
         (1000, 0, 0, 900, 0.01, "apart: decode queue"),
         (1000, 0, 0, 0, 0.01, "apart: even"),
-        (20, 0, 0, 0, 0.05, "together: transfer"),  # a short prompt on an idle worker
+        # A short prompt: the transfer would take longer than computing it.
+        (20, 0, 0, 0, 0.05, "together: transfer"),
         (1000, 9000, 4, 0, 0.01, "together: prefill queue"),
         (1000, 9000, 12, 0, 0.01, "apart: harm"),
     ],
@@ -193,7 +194,7 @@ def test_prompt_is_computed_where_most_of_it_is_known_to_be_cached() -> None:
 
 
 def with_router_queue(view: WorkerView) -> WorkerView:
-    """Let prompts queue at the router; with 0 s per step, the worker takes one prompt at a time."""
+    """Let prompts queue at the router. A step takes 0 s, so a worker takes one prompt at a time."""
     view.queues_at_router = True
     return view
 
@@ -355,7 +356,7 @@ def test_prompt_is_not_computed_where_answers_would_miss_their_time_per_token() 
         return prefill, decode
 
     assert place(*fleet()) == Placement("d")
-    # The prompt takes 0.1 s there: 1.6 ms for each of 64 tokens.
+    # Computing the prompt on d takes 0.1 s. This adds 1.6 ms to each of the answer's 64 tokens.
     assert place(*fleet(), demand=FRESH._replace(tpot_slo_seconds=0.023)) == Placement("d")
     placement = place(*fleet(), demand=FRESH._replace(tpot_slo_seconds=0.021))
     assert placement == Placement("p", "d")

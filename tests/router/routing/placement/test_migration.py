@@ -1,4 +1,4 @@
-"""Requests move off draining and suspect workers, and from full workers to workers with room."""
+"""Requests move away from draining, suspect and full workers, to workers with room."""
 
 import pytest
 from hypothesis import given, settings
@@ -40,7 +40,7 @@ EMPTY = WorkerLoad(free_blocks=64)
 
 
 def waiting() -> Router:
-    """Return a router: request 1 has a lease on p and waits for capacity on d; e is full, too."""
+    """Return a router. Request 1 has a lease on p and waits for room on d; d and e are full."""
     router = Router(P, D, E)
     for worker in "de":
         router(Stepped(worker, TokenColumns(), FULL))
@@ -55,7 +55,7 @@ def advance(router: Router, seconds: float, **loads: WorkerLoad) -> list[Command
     commands: list[Command] = []
     for _ in range(round(seconds / 0.5)):
         for worker, load in loads.items():
-            steps = round(router.now * 2)  # a growing step count shows progress
+            steps = round(router.now * 2)  # A step count that grows shows progress.
             commands += router(Stepped(worker, TokenColumns(), load._replace(num_steps=steps)))
         commands += router.wait(0.5, "p", "d", "e")
     return commands
@@ -74,10 +74,12 @@ def test_waiting_request_moves_to_a_worker_with_room_after_a_delay() -> None:
     ("current", "other"),
     [
         (FULL, FULL),
-        (FULL, WorkerLoad(free_blocks=0)),  # no queue, but no free blocks
-        (FULL, WorkerLoad(free_blocks=64, queued_tokens=100)),  # a prompt queued there goes first
-        (FULL, WorkerLoad(free_blocks=64, running=4)),  # no free slot for a sequence
-        (EMPTY, EMPTY),  # the current worker has capacity and will send Ready
+        (FULL, WorkerLoad(free_blocks=0)),  # e has no queue, but also no free blocks
+        # The prompts that are queued at e would go first.
+        (FULL, WorkerLoad(free_blocks=64, queued_tokens=100)),
+        # E has free blocks, but all its sequence slots are taken.
+        (FULL, WorkerLoad(free_blocks=64, running=4)),
+        (EMPTY, EMPTY),  # d has room itself and will send Ready
     ],
 )
 def test_waiting_request_stays_unless_another_worker_surely_has_room(
@@ -94,7 +96,7 @@ def test_request_with_a_transfer_in_progress_is_not_moved() -> None:
 
 
 def test_repeated_moves_back_off() -> None:
-    """Each of two workers reports capacity only while the request waits at the other worker."""
+    """A worker reports room only while the request waits at the other of the two workers."""
     router = waiting()
     for worker in "edededed":
         other = "d" if worker == "e" else "e"
@@ -119,11 +121,11 @@ def test_draining_worker_gets_no_requests_and_its_running_ones_move() -> None:
     router = Router(D)
     router.arrive(1)
     router.step("d", 1, 0)
-    assert router(Draining("d")) == []  # no other worker: the request stays on d
+    assert router(Draining("d")) == []  # d is the only worker, so the request stays there
     assert router.state("d") == "draining"
     commands = router(WorkerUp(E)) + router.wait(0.5, "d", "e")
     assert submits(commands) == [("e", 1, 2)]
-    assert router.wait(1, "d", "e") == []  # the request is submitted only once
+    assert router.wait(1, "d", "e") == []  # the request is not submitted a second time
     assert router(Ready("e", 1, 2, 4, 0, AT)) == [Yield("d", 1, 1)]
     commands = router(Yielded("d", 1, 1, 3))
     assert commands[0] == Drop("e", 1, 2)
@@ -194,7 +196,8 @@ def test_started_transfer_to_a_draining_worker_completes() -> None:
     assert router(Draining("d")) == []
     assert router(Received("d", 1, 2, 4)) == [Drop("p", 1, 1)]
     router.step("d", 2, 1)
-    assert submits(router.wait(0.5, "p", "d", "e")) == [("e", 1, 3)]  # then the request moves to e
+    # After the transfer to d has ended, the request moves to e.
+    assert submits(router.wait(0.5, "p", "d", "e")) == [("e", 1, 3)]
 
 
 def test_decode_target_that_drains_during_prefill_is_replaced() -> None:
@@ -211,7 +214,7 @@ F = info_of("f", "decode")
 
 
 def migrating() -> Router:
-    """Return a router: request 1 runs on d, which drains, and e is its destination."""
+    """Return a router. Request 1 runs on d, which drains; its next worker is e."""
     router = Router(D)
     router.arrive()
     router.step("d", 1, 0)
@@ -238,7 +241,7 @@ def test_live_migration_gets_another_destination_at_once(trouble: str) -> None:
 
 @pytest.mark.parametrize("trouble", ["draining", "suspect"])
 def test_live_migration_without_another_destination_is_withdrawn(trouble: str) -> None:
-    """The request runs on, and moves once a worker is usable."""
+    """The request stays on d until a worker is usable, and then moves there."""
     router = migrating()
     commands = router(Draining("e")) if trouble == "draining" else router.wait(2.5, "d")
     assert commands == [Drop("e", 1, 2)]
@@ -274,10 +277,11 @@ class DrainMachine(RuleBasedStateMachine):
         self.router.arrive()
         self.router.step("d", 1, 0)
         self.router(Draining("d"))
-        self.roles: dict[str, str] = {}  # connected destinations that do not drain
-        self.assigned: dict[str, str] = {}  # roles by name, also of workers that come later
+        self.roles: dict[str, str] = {}  # roles of connected workers that do not drain
+        # Assigned roles by worker name. They also apply to workers that connect later.
+        self.assigned: dict[str, str] = {}
         self.connected: set[str] = set()
-        self.destinations: list[str] = []  # workers that hold a Submit
+        self.destinations: list[str] = []  # workers that have got a Submit and no Drop
 
     def apply(self, commands: list[Command]) -> None:
         for command in commands:
@@ -319,7 +323,7 @@ class DrainMachine(RuleBasedStateMachine):
         if name in self.roles:
             self.roles[name] = self.assigned[name] = role
             self.apply(self.router(RoleChanged(name, role)))
-            if role == "decode":  # a better destination is used from the next tick on
+            if role == "decode":  # the router moves the request to a better worker at its next tick
                 self.tick()
 
     @rule(name=st.sampled_from("efg"))
@@ -329,7 +333,7 @@ class DrainMachine(RuleBasedStateMachine):
                 self.tick(name)
             if len(self.roles) > 1:
                 assert name not in self.destinations
-            self.tick()  # its heartbeats arrive again
+            self.tick()  # the worker sends heartbeats again
 
     @invariant()
     def request_has_the_best_destination(self) -> None:

@@ -19,7 +19,7 @@ def test_number_of_concurrent_recoveries_is_limited_per_worker() -> None:
     assert throttle.release(2) == [2, 3]
     assert len(throttle) == 2
     assert 4 in throttle
-    throttle.discard(0)  # request 0 has recovered: a token has arrived
+    throttle.discard(0)  # a token has arrived, so request 0 has recovered
     assert throttle.release(2) == [4]
 
 

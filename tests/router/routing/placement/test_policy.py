@@ -35,7 +35,7 @@ def test_separate_pools_use_a_prefill_and_a_decode_worker() -> None:
 
 
 def test_prefill_worker_must_have_the_kv_layout_of_the_decode_worker() -> None:
-    """Workers of different KV layouts cannot exchange blocks, so the prefill would be wasted."""
+    """Workers of different KV layouts cannot exchange blocks, so the prefill would be repeated."""
     prefill = view("p0", "prefill", layout="narrow")
     idle, busy = view("d0", "decode"), view("d1", "decode", running=1, layout="narrow")
     assert place(prefill, idle, busy) == Placement("p0", "d1")
@@ -57,8 +57,9 @@ def test_workers_of_any_single_role_serve_requests(role: str) -> None:
 @pytest.mark.parametrize(
     ("demand", "worker"),
     [
-        (Demand(1, 10, 1, num_remaining=1), "p0"),  # the prefill worker produces the only token
-        # Requests with several choices are not moved.
+        # The prefill worker generates the only token itself.
+        (Demand(1, 10, 1, num_remaining=1), "p0"),
+        # A request with several choices stays on one worker.
         (Demand(1, 10, 3, num_remaining=8, is_pinned=True), "d0"),
         (Demand(1, 10, 1, num_remaining=8, has_source=True), "d0"),
     ],
@@ -142,7 +143,7 @@ def test_recently_lost_worker_is_penalized_but_not_excluded() -> None:
 def test_capacity_is_limited_in_sequences_and_blocks() -> None:
     info: WorkerInfo = info_of("m0", "mixed", max_sequences=3, num_blocks=8, block_size=4)
     worker = WorkerView(info, WorkerLoad(), 0.0, LONG_AGO)
-    # An idle worker always has capacity: the worker itself rejects requests that can never fit.
+    # An idle worker has room for any request; it rejects a request that can never fit.
     assert worker.has_capacity(10_000, 1)
     worker.set_usage(1, worker.resource_usage(11, 1))
     assert worker.num_blocks == 3
@@ -150,7 +151,7 @@ def test_capacity_is_limited_in_sequences_and_blocks() -> None:
     assert not worker.has_capacity(20, 1)
     assert worker.has_capacity(4, 2)
     assert not worker.has_capacity(4, 3)
-    worker.set_usage(2, None)  # a lease uses no capacity
+    worker.set_usage(2, None)  # None: the worker only keeps a lease, which takes no capacity
     assert worker.has_capacity(19, 1)
     worker.remove(1)
     assert worker.has_capacity(10_000, 1)

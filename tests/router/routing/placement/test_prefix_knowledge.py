@@ -31,7 +31,8 @@ def router() -> Dispatcher:
     dispatcher = Dispatcher(policy_of("cost"))
     for name in "ab":
         dispatcher.handle(WorkerUp(info_of(name, "mixed")), 0.0)
-    dispatcher.prefix_index.store("c", [99], START)  # workers report their blocks
+    # Since one block is known, the index counts as filled by workers' reports.
+    dispatcher.prefix_index.store("c", [99], START)
     return dispatcher
 
 
@@ -62,7 +63,8 @@ def test_placed_prompt_counts_until_its_worker_has_reported_the_blocks() -> None
     dispatcher.handle(Stepped("a", columns_of([token])), 1.0)
     dispatcher.handle(Stepped("a", columns_of([])), 1.0)
     assert placed(dispatcher, request(2, 1, 2, 3), now=1.0 + KEPT_SECONDS / 2) == "a"
-    late = 1.1 + KEPT_SECONDS  # the worker reported no blocks, so it did not keep them
+    # By then, the worker has reported no blocks, so it is assumed to have dropped them.
+    late = 1.1 + KEPT_SECONDS
     knowledge = dispatcher._placer._prefixes
     dispatcher.handle(Stepped("a", columns_of([NewToken(2, 1, 0, 0, 50, Finish.LENGTH)])), 1.0)
     assert knowledge.cached_tokens(request(3, 1, 2, 3), late) == {}

@@ -12,7 +12,7 @@ from penstock.router.routing.prefix_cache.worker_slots import WorkerSlots
 def chain(fork: int, length: int, branch: int) -> list[int]:
     """Return block hashes; all branches share the first `fork` of them."""
     own = 10_000 * (10 * fork + branch)
-    # 0 is reserved for `START`.
+    # The hash 0 is reserved for `START`.
     return [*range(1, fork + 1), *range(own + fork, own + length)][:length]
 
 

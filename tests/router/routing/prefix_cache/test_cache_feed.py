@@ -1,4 +1,4 @@
-"""CacheFeed knows a worker's blocks exactly; otherwise it knows none and requests a snapshot."""
+"""CacheFeed knows all blocks of a worker exactly, or knows none and requests a snapshot."""
 
 import itertools
 import re
@@ -67,7 +67,8 @@ def test_snapshot_arrives_in_chunks() -> None:
     index = PrefixIndex()
     feed = CacheFeed(index)
     feed.worker_up("w", "w-1", CAPACITY, 0.0)
-    assert feed.apply_events(events(3, stored(0, [7])), 0.0) is None  # before the snapshot
+    # Events before the snapshot are ignored.
+    assert feed.apply_events(events(3, stored(0, [7])), 0.0) is None
     assert feed.apply_snapshot(snapshot(1, 2, number=5, last=False), 0.0) is None
     assert not feed.is_current("w")
     assert feed.apply_snapshot(snapshot(3, number=5, chunk=1), 0.0) is None
@@ -99,7 +100,8 @@ def test_bad_event_leads_to_no_blocks_and_a_request_for_a_snapshot(
     assert resync is not None
     assert re.search(reason, resync.reason)
     assert index.num_blocks("w") == 0
-    assert feed.apply_events(events(1, stored(0, [3])), 0.0) is None  # sent before the snapshot
+    # This event was sent before the requested snapshot.
+    assert feed.apply_events(events(1, stored(0, [3])), 0.0) is None
     assert index.num_blocks("w") == 0
     assert feed.apply_snapshot(snapshot(1, 3, number=9), 0.0) is None
     assert index.match([1, 3]) == {"w": 2}
@@ -188,7 +190,7 @@ class Channel:
     index: PrefixIndex = field(default_factory=PrefixIndex)
     feed: CacheFeed = field(init=False)
     messages: deque[CacheEvents | CacheSnapshot] = field(default_factory=deque)
-    is_live: bool = False  # the worker has sent a snapshot since the last request
+    is_live: bool = False  # True once the worker has answered the last request for a snapshot
 
     def __post_init__(self) -> None:
         self.feed = CacheFeed(self.index)
@@ -299,9 +301,9 @@ class FeedMachine(RuleBasedStateMachine):
             assert router.index.num_blocks("w") <= CAPACITY
 
     def teardown(self) -> None:
-        """Once all messages have been read, each index equals the pool."""
+        """Once all messages have been read, each router's index equals the worker's pool."""
         for number in range(9):
-            # A new block: its event shows routers that an earlier event is missing.
+            # Cache one more block. Its event shows a router that an earlier event is missing.
             cache(self.pool, (90 + number,))
             self.wait(70.0)
             self.report(chunk_size=2)

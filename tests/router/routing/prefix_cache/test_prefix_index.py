@@ -13,7 +13,7 @@ WORKERS = ["a", "b", "c"]
 
 
 class WalkedIndex:
-    """The definition of `match`: walk the prompt for each worker."""
+    """Reference for `match`: compare the prompt with each worker's blocks one by one."""
 
     def __init__(self) -> None:
         self.blocks: dict[str, set[int]] = {}
@@ -39,7 +39,7 @@ workers = st.sampled_from(WORKERS)
 
 
 class IndexMachine(RuleBasedStateMachine):
-    """Stores and evicts blocks of a tree in any order, and compares matches with the plain walk."""
+    """Stores and evicts blocks of a tree in any order, and compares matches with the reference."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ TestIndex.settings = settings(max_examples=150, stateful_step_count=40, deadline
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=70), st.integers(1, 40))
 def test_levels_of_prefixes_are_their_distinct_depths(depths: list[int], length: int) -> None:
-    """Prefix-closed sets with many workers: the masks are wider than a machine word."""
+    """Many workers, each with all blocks before its last one: masks exceed a machine word."""
     index, prompt = PrefixIndex(), list(range(1, length + 1))
     for number, depth in enumerate(depths):
         index.store(f"w{number}", prompt[:depth], START)
@@ -128,7 +128,7 @@ def test_slot_of_a_cleared_worker_is_used_again() -> None:
 @pytest.mark.parametrize("parent", [START, None])
 def test_removed_blocks_take_no_memory(parent: int | None) -> None:
     index = PrefixIndex()
-    for number in range(200):  # many short continuations of one block
+    for number in range(200):  # 200 short continuations of one block
         index.store("a", [1, 10 + number], parent)
         index.match([1, 10 + number])
         index.evict("a", [10 + number])

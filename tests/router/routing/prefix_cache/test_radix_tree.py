@@ -1,4 +1,4 @@
-"""The radix tree under many workers and long prompts, compared with a plain walk."""
+"""The radix tree with many workers and long prompts, compared with a plain search."""
 
 from itertools import pairwise
 
@@ -14,7 +14,7 @@ LENGTH = 24
 
 
 def prompt_of(forks: dict[int, int]) -> list[int]:
-    """Return the blocks of a prompt that takes another branch than 0 at each depth in `forks`."""
+    """Return the blocks of a prompt; at each depth in `forks`, its branch is not branch 0."""
     branch = 1
     blocks = []
     for depth in range(LENGTH):
@@ -35,7 +35,7 @@ lengths = st.integers(0, LENGTH)
 
 
 def check(tree: RadixTree) -> None:
-    """Assert that nodes, blocks, children and workers agree."""
+    """Assert that the tree's nodes, blocks, children and workers are consistent."""
     nodes = set(tree.nodes.values())
     assert sorted(tree.nodes) == sorted(block for node in nodes for block in node.blocks)
     for node in nodes:
@@ -131,7 +131,7 @@ TestTree.settings = settings(max_examples=80, stateful_step_count=30, deadline=N
 
 @given(st.lists(lengths, min_size=1, max_size=40), lengths)
 def test_workers_of_equal_extent_take_one_entry(extents: list[int], length: int) -> None:
-    """A run of blocks that many workers have only in part does not slow down matches."""
+    """If many workers have different parts of a run of blocks, a match still reads few entries."""
     index, prompt = PrefixIndex(), PROMPTS[0]
     index.store("all", prompt, START)
     for number, extent in enumerate(extents):

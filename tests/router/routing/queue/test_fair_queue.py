@@ -68,7 +68,8 @@ def test_output_tokens_count_double() -> None:
     queue = FairQueue(Amount(100, 10_000, 10**9))
     queue.add(entry(0, "a"))
     queue.add(entry(1, "b"))
-    queue.charge_output("a", 6)  # counts double: 12 exceeds b's prompt of 10
+    # Output tokens count double, so a has used 12, which exceeds the 10 of b's prompt.
+    queue.charge_output("a", 6)
     queue.add(entry(2, "b"))
     assert take_all(queue) == [1, 2, 0]
 
@@ -135,7 +136,7 @@ def test_retry_time_is_computed_from_backlog_and_measured_speed() -> None:
     assert queue.retry_after(refused, 0.0) == pytest.approx(50_500 / DequeueRate.ASSUMED)
     now = 0.0
     for request in range(60):
-        now += 0.1  # tenants are served 5000 tokens of cost per second
+        now += 0.1  # one request with a cost of 500 is served every 0.1 s
         queue.dequeue(request, now)
     assert queue.retry_after(refused, now) == pytest.approx(20_500 / 5000, rel=0.01)
     assert queue.retry_after(refused, now + 1000.0) == FairQueue.MAX_RETRY
@@ -149,7 +150,7 @@ def test_retry_time_of_a_tenant_counts_equal_service_of_the_others() -> None:
         queue.add(costly(request, "much", 1000))
     for request in range(40, 50):
         queue.add(costly(request, "little", 300))
-    # Both get 500 a second until all 3000 of "little" and 3000 of "much" have been served.
+    # Each tenant gets 500 a second. After 6 s, all 3000 of "little" and 3000 of "much" are served.
     assert queue.retry_after(costly(40, "little", 300), 0.0) == pytest.approx(6.0)
     assert queue.retry_after(costly(0, "much", 1000), 0.0) == pytest.approx(43.0)
 

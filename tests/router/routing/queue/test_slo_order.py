@@ -1,4 +1,4 @@
-"""Order of queued prompts under a TTFT SLO, bounded starvation, and waits for prefill capacity."""
+"""Order of queued prompts under a TTFT SLO, limits on starvation, and waits for capacity."""
 
 from itertools import permutations
 from typing import Any
@@ -163,7 +163,7 @@ def test_requeued_requests_come_first_and_then_priorities() -> None:
 def test_deferred_prompt_is_selected_in_bounded_time_under_overload() -> None:
     queue, now = queue_of(entry(-1, 3000)), 0.0
     for number in range(0, 400, 2):
-        # Prompts arrive too fast, so some other prompt can always meet its deadline.
+        # The load is too high, so there is always another prompt that can still meet its deadline.
         queue.add(entry(number, 500, now))
         queue.add(entry(number + 1, 400, now))
         now += 0.5
@@ -211,7 +211,7 @@ def test_slo_does_not_change_the_order_of_priorities_and_tenants(
         assert entries[head].priority == entries[chosen].priority
         assert entries[head].tenant == entries[chosen].tenant
         assert entries[head].is_requeued == entries[chosen].is_requeued
-        for queue in (plain, with_slo):  # both queues charge the tenant the same
+        for queue in (plain, with_slo):  # both queues must charge the tenant equally
             queue.dequeue(chosen, now)
             queue.check()
     assert plain.head() is None, "every request was dequeued"
@@ -323,7 +323,7 @@ def test_request_of_a_lost_worker_goes_first_once_another_has_capacity() -> None
 
 
 def test_recently_lost_worker_is_used_if_no_other_has_capacity() -> None:
-    """The penalty for a recent loss matters only if several workers have prefill capacity."""
+    """The penalty after a loss does not matter if no other worker has prefill capacity."""
     router = router_of(M, N)
     router(WorkerLost("m"))
     router(WorkerUp(M))
@@ -345,7 +345,7 @@ def test_worker_whose_only_prompt_is_gone_has_capacity(trouble: str) -> None:
 
 
 def test_kv_transfer_needs_no_prefill_capacity_at_its_destination() -> None:
-    """A KV transfer can go to a worker that is busy with prompts."""
+    """A KV transfer needs no prefill capacity, so it can go to a worker that computes prompts."""
     router = router_of(M, N)
     router.arrive(1, 400)
     router.step("m", 1, 0)

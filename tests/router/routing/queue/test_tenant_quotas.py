@@ -1,4 +1,4 @@
-"""Shares of tenants in the queue: accepted, refused and displaced requests."""
+"""Shares of tenants in the queue: requests are accepted, refused or displaced."""
 
 import hypothesis.strategies as st
 import pytest
@@ -11,7 +11,7 @@ from penstock.router.routing.queue.tenant_quotas import LARGEST_FRACTION, Amount
 
 
 class Admission:
-    """A queue that is driven as the dispatcher drives it."""
+    """A queue with the calls that the dispatcher makes."""
 
     def __init__(self, bounds: Amount) -> None:
         self.bounds = bounds
@@ -22,7 +22,7 @@ class Admission:
     def arrive(
         self, tenant: str, tokens: int = 1, cost: int = 1, priority: int = 0
     ) -> list[int] | None:
-        """Let a request arrive; return the displaced requests, or None if it is refused."""
+        """Add a request; return the displaced requests, or None if the new request is refused."""
         entry = QueuedRequest(self.count, tenant, priority, tokens, cost=cost)
         displaced = self.queue.displaced_by(entry)
         if displaced is not None:
@@ -50,7 +50,7 @@ def test_lone_tenant_may_fill_the_queue() -> None:
 
 
 def test_full_queue_of_one_tenant_takes_another_tenants_request() -> None:
-    """The newest request of the tenant with the largest share is displaced."""
+    """A new request displaces the newest request of the tenant that exceeds its share the most."""
     admission = Admission(Amount(1024, 10**6, 10**6))
     while admission.arrive("greedy") is not None:
         pass
@@ -79,7 +79,7 @@ def test_one_of_many_tenants_holds_at_most_a_quarter() -> None:
 
 @pytest.mark.parametrize(("tokens", "cost"), [(10, 1), (1, 10)])
 def test_prompt_tokens_and_cost_count_as_well_as_requests(tokens: int, cost: int) -> None:
-    """A tenant with few large requests is displaced before one with many small requests."""
+    """Size counts, not number: few large requests are displaced before many small ones."""
     admission = Admission(Amount(100, 100, 100))
     for _ in range(6):
         admission.arrive("large", tokens, cost)
@@ -111,7 +111,7 @@ def test_request_that_would_displace_in_vain_displaces_nothing() -> None:
 
 
 class AdmissionMachine(RuleBasedStateMachine):
-    """Random arrivals, placements, removals and requeued requests of six tenants."""
+    """Random requests of six tenants arrive, are placed, are removed or return after a loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ class AdmissionMachine(RuleBasedStateMachine):
 
     @rule(tenant=st.sampled_from("abcdef"))
     def requeue(self, tenant: str) -> None:
-        """A request of a lost worker returns: the bounds do not apply to it."""
+        """A request of a lost worker returns to the queue, even above the bounds of the queue."""
         self.num_requeued += 1
         request = QueuedRequest(-self.num_requeued, tenant, 0, 50, is_requeued=True, cost=400)
         self.admission.queue.add(request)

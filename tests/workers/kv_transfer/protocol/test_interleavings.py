@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.support.transfer_world import SECONDS, TransferWorld
 
-MAX_FAULTS = 2  # most faults in one run, so that some transfers succeed
+MAX_FAULTS = 2  # with more faults in one run, hardly any transfer would succeed
 
 
 class Interleavings(RuleBasedStateMachine):
@@ -40,7 +40,7 @@ class Interleavings(RuleBasedStateMachine):
     @precondition(lambda self: self.world.expected)
     @rule(data=st.data(), extra=st.sampled_from([0, 2]), is_known=st.booleans())
     def send(self, data: st.DataObject, extra: int, is_known: bool) -> None:
-        """Send a transfer late or again, with another length, or for an unknown epoch."""
+        """Send a transfer too late, a second time, with another length, or for an unknown epoch."""
         epoch = data.draw(st.sampled_from(sorted(self.world.expected)))
         self.world.send(epoch, epoch if is_known else 999, self.world.expected[epoch].stop + extra)
 
@@ -73,7 +73,7 @@ class Interleavings(RuleBasedStateMachine):
     @precondition(lambda self: self.num_faults < MAX_FAULTS)
     @rule(fault=st.sampled_from(["flip", "twice", "fail"]))
     def disturb_next_piece(self, fault: str) -> None:
-        """Flip a bit of the next piece, send it twice, or fail to send it."""
+        """Flip a bit of the next data message, send the message twice, or do not send it."""
         self.num_faults += 1
         self.world.fault = fault
 
@@ -124,5 +124,5 @@ def test_undisturbed_transfers_succeed_in_any_order() -> None:
         while steps := world.possible_steps():
             rng.choice(steps)()
             world.channels[0].check_windows()
-        # Two of the four transfers start in the middle of a block of the source.
+        # All four transfers succeed. Two of them start in the middle of a block of the source.
         assert [result.reason for result in world.results.values()] == [""] * 4

@@ -236,7 +236,8 @@ def test_connections_are_bounded_and_every_idle_listed_peer_is_connected_in_the_
         assert {id(each) for each in open_now} <= {id(e) for e in worker.table.connections()}
     for connection in list(worker.open):
         connection.idle, connection.connected = True, True
-    for _ in range(2):  # the first check removes broken connections, the second connects them again
+    # The first check removes broken connections. The second check connects these peers again.
+    for _ in range(2):
         worker.check()
         worker.now += MAX_RETRY_SECONDS
     worker.check()

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
 MAX_NEW = 8
-# Lengths of prompts; each prompt and its answer cross a block or window boundary.
+# With each of these lengths, a prompt and its answer cross a block or window boundary.
 LENGTHS = (12, 16, 61)
 
 LoadedModel = tuple[Model, list[list[int]], Expected]

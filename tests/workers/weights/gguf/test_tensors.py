@@ -56,10 +56,10 @@ def test_float_file_loads_the_weights_of_its_checkpoint(
     expected = weights(tmp_path / "m")
     path = write_gguf(tmp_path / "m", tmp_path / "m.gguf", kind)
     found = weights(path)
-    load_model(path, "float32", CPU)  # the model has exactly these tensors
+    load_model(path, "float32", CPU)  # raises an error for a missing or an additional tensor
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
-        # A file has Gemma's norms plus one, which rounds them to a multiple of 2^-23.
+        # A GGUF file stores Gemma's norm weights plus 1, rounded to a multiple of 2^-23.
         bound = 2.0**-23 if family.startswith("gemma") and "norm" in name else 0.0
         assert (found[name] - tensor).abs().max() <= bound, name
 
@@ -134,9 +134,10 @@ def test_quantized_file_loads_what_the_gguf_package_dequantizes(
     kind: str, wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_gguf(wide, tmp_path / "m.gguf", kind_function(kind))
-    monkeypatch.setattr(gguf_tensors, "CHUNK_ITEMS", 100 * 256)  # several chunks, the last smaller
+    # Several chunks, of which the last one is smaller.
+    monkeypatch.setattr(gguf_tensors, "CHUNK_ITEMS", 100 * 256)
     found = weights(path)
-    # The names and the order of rows are those that `stored_tensors` gives to the found weights.
+    # `stored_tensors` gives the found weights the names and the order of rows of a file.
     config = json.loads((wide / "config.json").read_text())
     renamed = stored_tensors("llama", config, found)
     expected = oracle(wide, path)
@@ -178,7 +179,8 @@ def test_no_more_than_a_chunk_is_dequantized_at_once(
         return DEQUANTIZE[dtype](blocks)
 
     monkeypatch.setattr(gguf_tensors, "dequantize", dequantize)
-    monkeypatch.setattr(gguf_tensors, "CHUNK_ITEMS", 64 * 256)  # 64 rows: those of one head
+    # 64 rows: one attention head has so many.
+    monkeypatch.setattr(gguf_tensors, "CHUNK_ITEMS", 64 * 256)
     weights(path)
     assert max(sizes) == 64 * 256
 
