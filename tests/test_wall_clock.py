@@ -30,7 +30,7 @@ def is_clock(node: ast.expr, names: set[str]) -> bool:
     match node:
         case ast.Name(name):
             return name in names
-        # For example time.monotonic() or loop.time().
+        # This case matches time.monotonic() and loop.time().
         case ast.Call(ast.Attribute(_, attribute), []):
             return attribute in CLOCKS
         case ast.Call(ast.Name("abs" | "max" | "min" | "round" | "float"), arguments):

@@ -104,7 +104,7 @@ async def test_text(model: Model, stream: bool) -> None:
     assert found(message) == [("It is 42.",), "end_turn"]
     assert (message.type, message.role, message.model) == ("message", "assistant", "stub")
     assert message.id.startswith("msg_")
-    # The end token counts too: + 1.
+    # + 1, because the end token counts too.
     assert message.usage.output_tokens == len(tokens_of("It is 42.")) + 1
     assert message.usage.input_tokens == len(model.served.worker.submits[0].prompt)
     assert model.prompt == "[user]hello</s>[assistant]"

@@ -161,7 +161,7 @@ REFUSED: list[tuple[str, object]] = [
     ("top_k", 1.5),
     ("top_p", 0),
     ("top_p", 1.5),
-    # Fields that the client's types do not have.
+    # Cases: fields that the client's types do not have.
     ("an_unknown_field", {"a": [1]}),
     ("context_management", {"edits": []}),
     ("mcp_servers", []),

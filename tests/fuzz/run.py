@@ -44,7 +44,7 @@ class Result:
 
 
 class Found(Exception):
-    """An input caused a problem."""
+    """Raised if an input causes a problem."""
 
 
 class Session:

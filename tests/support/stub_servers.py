@@ -29,8 +29,7 @@ class Behaviour:
     refuse_after: int | None = None  # n: answer n requests and refuse all later ones
     break_after: int | None = None  # n: end the answer with an error after n messages
     crash_after: int | None = None  # n: raise an exception in the handler after n messages
-    # N: end the answer without error after n messages, although it is incomplete.
-    end_after: int | None = None
+    end_after: int | None = None  # n: cut the answer off after n messages, without error
     skip: bool = False  # True: leave out one token position
     shorter_by: int = 0  # n: end answers n tokens before max_tokens
     hang: bool = False  # True: never answer

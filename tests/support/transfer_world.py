@@ -116,12 +116,10 @@ class TransferWorld:
         self.now = 0.0
         self.target = ReceiveProtocol(TARGET_SHAPE, TARGET_RANKS, SECONDS)
         self.gates = [WriteGates() for _ in TARGET_RANKS]
-        # Reports of drained epochs, as (rank, epoch).
-        self.drained: deque[tuple[int, int]] = deque()
+        self.drained: deque[tuple[int, int]] = deque()  # drained epochs as (rank, epoch)
         self.expected: dict[int, ExpectedTransfer] = {}
         self.results: dict[int, TransferResult] = {}
-        # Written (layer, head, position), by epoch.
-        self.written: dict[int, set[tuple[int, int, int]]] = {}
+        self.written: dict[int, set[tuple[int, int, int]]] = {}  # written cells by epoch
         self.channels: list[Channel] = []
         self.num_incarnations = 1
         self.fault = ""  # fault that applies to the next data message

@@ -49,7 +49,7 @@ def _case(
     def call() -> None:
         slot = format_of(cached).slot_elements(head_dim)
         layer = meta(2, 1024, num_heads, 16, slot, dtype=cached)
-        # Some sequences of this batch are split: it has long decodes, and a chunk if `max_query` >
+        # Some sequences of this batch are split: long decodes, and a chunk if `max_query` is above
         # 1.
         lengths = np.array([*7 * [1], max_query])
         starts, contexts = np.cumsum([0, *lengths]), np.full(8, 4100)
@@ -59,8 +59,8 @@ def _case(
         query = fused[:, : group * num_heads]
         paged_attention(query, layer, plan, scores)
 
-    # A cache of codes also needs many small loads, of block numbers and scales.
-    # Less than half of the bytes are then loaded 16 at a time, which `streams` would require.
+    # In a cache of codes, `attend_kernel` also reads block numbers and scales with small loads.
+    # It then loads less than half of its bytes 16 at a time, but `streams` requires half.
     streams = [] if cached.itemsize == 1 else ["attend_kernel"]
     # With `one_path`, the merge reads single partitions, mostly with scalar loads.
     if not one_path:

@@ -85,7 +85,7 @@ def test_prefill_pool_grows_with_arrivals_before_a_queue_builds_up() -> None:
 
 
 def feed(scaler: Autoscaler, arrived: list[int], count: int = 1, every: float = 5.0) -> Decision:
-    """Let `arrived` tokens arrive, one number per interval; return the last decision."""
+    """Let `arrived[i]` tokens arrive in interval i; return the last decision."""
     total = 0
     for step, tokens in enumerate(arrived):
         now = step * every
@@ -179,7 +179,8 @@ def test_recent_burst_does_not_keep_the_last_worker() -> None:
 def test_work_done_before_a_new_worker_could_serve_adds_no_worker() -> None:
     state = PoolInputs(workers(4), waiting=9, waiting_tokens=30_000, cold_start=30.0)
     assert first("prefill", state).desired == 4
-    more = replace(state, waiting_tokens=340_000)  # work of 220 s for one worker, due in 31 s
+    # One worker needs 220 s for this work, which is due in 31 s.
+    more = replace(state, waiting_tokens=340_000)
     assert first("prefill", more).queue_term == pytest.approx(220 / 31)
     starting = replace(more, pending=3)
     assert first("prefill", starting).desired == 7

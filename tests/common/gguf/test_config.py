@@ -1,4 +1,4 @@
-"""The configuration of a GGUF file: the same as the one that the file was made from."""
+"""The configuration of a GGUF file equals that of the checkpoint that the file was made from."""
 
 import json
 from collections.abc import Callable

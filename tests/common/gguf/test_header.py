@@ -263,7 +263,7 @@ def test_changed_header_is_read_within_the_file_or_refused(
 
 
 def _decoded(array: GgufArray) -> int:
-    """Return the number of items, decoded as the type that the array has."""
+    """Return the number of items of an array, after decoding them as numbers or strings."""
     try:
         return len(array.numbers())
     except BadCheckpoint:

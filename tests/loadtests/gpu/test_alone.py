@@ -61,7 +61,7 @@ def test_kernel_tests_can_be_imported_without_absent_packages() -> None:
     folders = ("tests/kernels", "tests/workers/gpu")
     paths = [path for folder in folders for path in (ROOT / folder).rglob("test_*.py")]
     names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths]
-    # hypothesis is not absent: `make gpu-carry` copies it to the machine (docs/gpu.md).
+    # hypothesis may be imported: `make gpu-carry` copies it to the machine (docs/gpu.md).
     absent = tuple(name for name in ABSENT if name != "hypothesis")
     done = run_blocked(f"import {', '.join(names)}", absent)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""The section of kernel tests writes a line per test, and reports stopped runs and failures."""
+"""The section "tests of kernels" of `make gpu`: a line per test, stopped runs, failures."""
 
 import json
 import time

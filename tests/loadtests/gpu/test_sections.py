@@ -1,4 +1,4 @@
-"""Sections: every failure is reported, and figures measured before a failure are kept."""
+"""Sections of `make gpu`: failures are reported, and figures from before a failure are kept."""
 
 import json
 import tarfile

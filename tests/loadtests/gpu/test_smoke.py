@@ -1,4 +1,4 @@
-"""The smoke section: it finds errors, and the run continues after a failure, crash or hang."""
+"""The section "smoke" of `make gpu` finds errors, and continues after a failure, crash or hang."""
 
 import json
 import time

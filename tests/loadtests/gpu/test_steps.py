@@ -1,4 +1,4 @@
-"""Decode steps: the step times and gaps that are computed from their timestamps."""
+"""Decode steps in `make gpu`: the times and gaps that are computed from their timestamps."""
 
 import pytest
 

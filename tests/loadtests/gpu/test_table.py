@@ -1,4 +1,4 @@
-"""The report: figures in columns, comparisons with peers, and every failure."""
+"""The report of `make gpu`: figures in columns, comparisons with peers, and every failure."""
 
 from penstock.loadtests.gpu.goals import Goal, Measured
 from penstock.loadtests.gpu.sections import Outcome

@@ -1,4 +1,4 @@
-"""The tuning sweep leaves out bad candidates, and writes a file with only the faster tiles."""
+"""The section "tuning" of `make gpu` rejects bad tiles and writes a file with the faster ones."""
 
 import json
 from collections.abc import Sequence

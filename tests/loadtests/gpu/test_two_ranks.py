@@ -1,4 +1,4 @@
-"""The section with two ranks: it runs over gloo, and notices wrong results and lost ranks."""
+"""The section "two ranks" of `make gpu`, over gloo: it notices wrong results and lost ranks."""
 
 import subprocess
 import sys

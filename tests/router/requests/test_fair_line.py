@@ -115,7 +115,7 @@ def test_slots_that_are_not_usable_get_no_job() -> None:
     assert begun is not None
     assert begun.slot == 1
     line.add("a", "y", SIZE)
-    assert line.take([0]) is None  # a tenant may have one of the slots only
+    assert line.take([0]) is None  # a tenant may use only one of the two slots
 
 
 def test_cleared_line_is_empty_and_takes_jobs_again() -> None:

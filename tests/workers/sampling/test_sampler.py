@@ -103,7 +103,7 @@ def test_empty_batch_draws_nothing() -> None:
         (SamplingParams(top_k=2), [4 / 7, 3 / 7, 0, 0]),
         (SamplingParams(top_p=0.8), [4 / 9, 3 / 9, 2 / 9, 0]),
         (SamplingParams(min_p=0.6), [4 / 7, 3 / 7, 0, 0]),
-        # The entropy is 1.28. The tokens' surprisals differ by 0.36, 0.08, 0.33 and 1.02.
+        # The entropy is 1.28. The tokens' surprisals differ from it by 0.36, 0.08, 0.33 and 1.02.
         (SamplingParams(typical_p=0.45), [0, 0.6, 0.4, 0]),
         (SamplingParams(typical_p=0.2, top_k=2), [1, 0, 0, 0]),
         (SamplingParams(allowed_token_ids=(3, 1)), [0, 3 / 4, 0, 1 / 4]),

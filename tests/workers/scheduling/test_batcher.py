@@ -167,7 +167,7 @@ def test_cached_answer_tokens_are_not_counted_as_prompt() -> None:
 def test_admission_reports_the_cached_tokens_of_the_prompt() -> None:
     bench = Bench()
     prompt = list(range(10))
-    # B's last prompt token is computed although it is cached.
+    # The last prompt token of "b" is computed although it is cached.
     for key, num_cached in (("a", 0), ("b", 9)):
         bench.batcher.submit(sequence(key, prompt, 2))
         bench.step()

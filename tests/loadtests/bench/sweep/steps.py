@@ -1,4 +1,4 @@
-"""Steps of a sweep for tests."""
+"""Sweep steps that tests use."""
 
 from penstock.loadtests.bench.metrics import Goals, Outcome
 from penstock.loadtests.bench.sweep.step import Step, step_of

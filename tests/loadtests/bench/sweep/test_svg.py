@@ -1,4 +1,4 @@
-"""The drawing of a sweep."""
+"""The SVG drawing of a sweep."""
 
 import xml.etree.ElementTree as ET
 from itertools import pairwise

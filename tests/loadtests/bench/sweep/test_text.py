@@ -1,4 +1,4 @@
-"""Lines and conclusion of a sweep."""
+"""The lines that a sweep prints, and its conclusion."""
 
 import pytest
 

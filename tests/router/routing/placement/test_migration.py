@@ -77,7 +77,7 @@ def test_waiting_request_moves_to_a_worker_with_room_after_a_delay() -> None:
         (FULL, WorkerLoad(free_blocks=0)),  # e has no queue, but also no free blocks
         # The prompts that are queued at e would go first.
         (FULL, WorkerLoad(free_blocks=64, queued_tokens=100)),
-        # E has free blocks, but all its sequence slots are taken.
+        # `e` has free blocks, but all its sequence slots are taken.
         (FULL, WorkerLoad(free_blocks=64, running=4)),
         (EMPTY, EMPTY),  # d has room itself and will send Ready
     ],

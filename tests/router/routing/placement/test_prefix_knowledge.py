@@ -31,7 +31,7 @@ def router() -> Dispatcher:
     dispatcher = Dispatcher(policy_of("cost"))
     for name in "ab":
         dispatcher.handle(WorkerUp(info_of(name, "mixed")), 0.0)
-    # Since one block is known, the index counts as filled by workers' reports.
+    # With one block in the index, the router knows that workers report their blocks.
     dispatcher.prefix_index.store("c", [99], START)
     return dispatcher
 

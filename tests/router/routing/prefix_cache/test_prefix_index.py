@@ -98,7 +98,7 @@ TestIndex.settings = settings(max_examples=150, stateful_step_count=40, deadline
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=70), st.integers(1, 40))
 def test_levels_of_prefixes_are_their_distinct_depths(depths: list[int], length: int) -> None:
-    """Many workers, each with all blocks before its last one: masks exceed a machine word."""
+    """Each worker has one prefix of the prompt. With many workers, masks exceed a machine word."""
     index, prompt = PrefixIndex(), list(range(1, length + 1))
     for number, depth in enumerate(depths):
         index.store(f"w{number}", prompt[:depth], START)
@@ -138,7 +138,7 @@ def test_removed_blocks_take_no_memory(parent: int | None) -> None:
 
 
 class CountingDict(dict[int, Node]):
-    """Counts look-ups."""
+    """A dict that counts its look-ups."""
 
     num_lookups = 0
 

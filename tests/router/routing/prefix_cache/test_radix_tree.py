@@ -14,7 +14,7 @@ LENGTH = 24
 
 
 def prompt_of(forks: dict[int, int]) -> list[int]:
-    """Return the blocks of a prompt; at each depth in `forks`, its branch is not branch 0."""
+    """Return the blocks of a prompt that leaves branch 0 at each depth in `forks`."""
     branch = 1
     blocks = []
     for depth in range(LENGTH):
