@@ -1,4 +1,4 @@
-"""Build the configurations of a cluster's routers and workers from its specification."""
+"""Builds the configurations of a cluster's routers and workers from the cluster's specification."""
 
 import secrets
 from collections.abc import Sequence
@@ -16,13 +16,16 @@ from penstock.workers.config import WorkerConfig
 
 @dataclass(frozen=True, slots=True)
 class ClusterSecrets:
-    """Secrets that all routers and workers of a cluster share, made once by the driver.
+    """Secrets that all routers and workers of a cluster share.
 
-    A process that is started again gets the same secrets, so that its block hashes still match.
+    The supervisor creates them once. A restarted process gets the same secrets, so that its block
+    hashes still match those of the other processes.
     """
 
-    token: str = field(repr=False)  # workers accept only routers that send this token
-    hash_key: bytes = field(repr=False)  # secret key of the block hashes: see `root_hash`
+    # Workers accept only connections from routers that send this token.
+    token: str = field(repr=False)
+    # The secret key from which block hashes are computed (see `root_hash`).
+    hash_key: bytes = field(repr=False)
 
     @classmethod
     def new(cls) -> Self:
@@ -81,8 +84,8 @@ def worker_config(
 ) -> WorkerConfig:
     """Return the configuration of the worker at `placement`.
 
-    All sizes are those of the worker's initial pool, even after the worker's role has changed.
-    `host` is set later, on the node where the worker runs.
+    All sizes are those of the worker's own pool, even after an operator has changed the worker's
+    role. `host` is set later, on the node where the worker runs.
     """
     pool: PoolSpec = getattr(spec.pools, placement.role)
     return WorkerConfig(

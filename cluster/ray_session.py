@@ -1,4 +1,4 @@
-"""Starts Ray locally or connects to a running cluster, and cleans up afterwards."""
+"""Starts Ray locally or connects to a running Ray cluster, and cleans up afterwards."""
 
 import logging
 import os
@@ -24,39 +24,45 @@ from penstock.cluster.processes.environment import child_environment
 from penstock.cluster.processes.process_tree import DescendantTracker, is_alive
 from penstock.workers.rank.core_sharing import marks_path, remove_unused_marks
 
-OBJECT_STORE_BYTES = 80 * 2**20  # about Ray's minimum; Penstock stores no objects
-LONGEST_TEMP = 40  # characters, so that socket paths in the folder stay under 107
+# Penstock stores no objects, so this is about the minimum that Ray accepts.
+OBJECT_STORE_BYTES = 80 * 2**20
+# Longest folder name with which the paths of Ray's sockets stay below 107 characters.
+LONGEST_TEMP = 40
 VITAL_PROCESSES = ("gcs_server", "raylet")
 UNUSED_PROCESSES = ("start_api_server", "start_log_monitor", "start_monitor")
-"""Methods of Ray's `Node` that start processes which a local Ray does not need: the dashboard, the
-forwarding of logs, and Ray's autoscaler. Ray waits for the dashboard (about a second), and each of
-the three takes 0.5 to 0.8 s of CPU time at the start and 50 to 75 MB of memory."""
+"""Methods of Ray's `Node` that start processes which a local Ray does not need.
+
+These processes are the dashboard, the forwarding of logs, and Ray's autoscaler. Each of them takes
+0.5 to 0.8 s of CPU time at the start, and 50 to 75 MB of memory. Ray also waits for the dashboard,
+for about a second.
+"""
 SECONDS_TO_EXIT = 5.0
 
-# Environment variables that Ray reads at start, in this process and its child processes.
+# Environment variables that Ray reads at the start, in this process and its child processes.
 _LOCAL_SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # keep CUDA_VISIBLE_DEVICES if num_gpus=0
-    "RAY_worker_niceness": "0",  # Ray's default lowers the priority of its workers
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # bind to 127.0.0.1 only
+    # Keep CUDA_VISIBLE_DEVICES in actors that request no GPU.
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_worker_niceness": "0",  # without this, Ray lowers the priority of its actors
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # listen only on 127.0.0.1
 }
 
 
 class RayFailed(RuntimeError):
-    """Ray did not start or cannot be reached; the message is one line."""
+    """Ray did not start or cannot be reached. The message has only one line."""
 
 
 class RaySession:
-    """A local Ray instance with its processes and files, or a connection to a running cluster.
+    """A local Ray instance with its processes and files, or a connection to a running Ray cluster.
 
-    Enter this context manager in the main thread: the kernel kills Ray's processes when the thread
-    that started them ends. Entering raises `RayFailed` if Ray is not available; leaving ends
+    Enter this context manager in the main thread, because the kernel kills Ray's processes when the
+    thread that started them ends. Entering raises `RayFailed` if Ray is not available. Leaving ends
     the local processes and deletes their files.
 
     Args:
-        address: address of a running cluster, or None to start one here.
-        pass_env: names of variables that a local Ray's processes also get.
-        secret_env: names of variables that they never get.
+        address: address of a running Ray cluster, or None to start Ray on this machine.
+        pass_env: names of further environment variables that the processes of a local Ray get.
+        secret_env: names of environment variables that these processes never get.
     """
 
     def __init__(
@@ -73,7 +79,7 @@ class RaySession:
         self._descendants = DescendantTracker()
 
     def __enter__(self) -> Self:
-        # Suppress Ray's own messages about dead workers: the supervisor reports them.
+        # The supervisor reports dead workers, so suppress Ray's own messages about them.
         ray_worker._worker_logs_enabled = False
         try:
             self._start()
@@ -104,15 +110,17 @@ class RaySession:
         if len(parent) > LONGEST_TEMP:
             parent = "/tmp"
         self._folder = Path(tempfile.mkdtemp(prefix="penstock-", dir=parent))
-        # Set a token; otherwise Ray generates one and writes a file in the home folder.
+        # Without a token, Ray would generate one and write it to a file in the home folder.
         os.environ.update(_LOCAL_SETTINGS, RAY_AUTH_TOKEN=secrets.token_hex(32))
-        ray_constants.ENABLE_RAY_CLUSTER = False  # Ray read the environment variable at import
+        # Ray read its environment variable for this at import, so set the constant as well.
+        ray_constants.ENABLE_RAY_CLUSTER = False
         ray_services.ConsolePopen = self._start_process
         for name in UNUSED_PROCESSES:
             setattr(ray_node.Node, name, _start_nothing)
         ray.init(
             address="local",
-            _temp_dir=str(self._folder / "ray"),  # world-writable, so inside a private folder
+            # Ray makes this folder world-writable, so it must be inside a private folder.
+            _temp_dir=str(self._folder / "ray"),
             object_store_memory=OBJECT_STORE_BYTES,
             include_dashboard=False,
             log_to_driver=False,
@@ -123,17 +131,19 @@ class RaySession:
     def _start_process(
         self, command: Sequence[str], env: Mapping[str, str], **options: Any
     ) -> "subprocess.Popen[bytes]":
-        """Start a process of Ray: without the shell's secrets, in a session of its own.
+        """Start a process of a local Ray, without the secrets in the environment of the shell.
 
-        A signal to our process group (Ctrl-C) must not kill Ray before the cluster has drained.
+        The process gets its own session. Otherwise Ctrl-C would kill Ray before the cluster has
+        drained.
         """
         passed = child_environment(env, os.environ, self._pass_env, self._secret_env)
         return subprocess.Popen(command, env=passed, start_new_session=True, **options)
 
     def stop(self) -> None:
         """Shut Ray down, kill all local processes of Ray, and delete Ray's files."""
-        self._descendants.alive()  # record processes now: only Linux finds orphans later
-        with suppress(Exception):  # Ray may be only partly started; `abandon` kills the rest
+        # Record the processes now, because only Linux finds orphans later.
+        self._descendants.alive()
+        with suppress(Exception):  # Ray may be only partly started. `abandon` then kills the rest.
             ray.shutdown()
         if self._folder is not None:
             self._descendants.wait(SECONDS_TO_EXIT)
@@ -142,18 +152,18 @@ class RaySession:
     def abandon(self) -> None:
         """Kill Ray's processes at once and delete Ray's files, without shutting Ray down."""
         self._descendants.kill(SECONDS_TO_EXIT)
-        # Delete files last, because a process that is still alive may write new ones.
+        # Delete the files last, because a process that is still alive may write new ones.
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             remove_unused_marks(marks_path())
 
 
 def _start_nothing(node: ray_node.Node, **_: object) -> None:
-    """Do nothing; used in place of the methods in `UNUSED_PROCESSES`."""
+    """Do nothing. Replaces the methods in `UNUSED_PROCESSES`."""
 
 
 def free_nodes() -> list[Node]:
-    """Return the resources that are free on the cluster's live nodes."""
+    """Return the free resources of each live node of the Ray cluster."""
     free = ray_state.available_resources_per_node()
     return [
         Node(

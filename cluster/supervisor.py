@@ -39,17 +39,17 @@ from penstock.router.observability.role_registry import RoleRegistry
 from penstock.router.observability.snapshot import Scaling
 
 SECONDS_BETWEEN_DECISIONS = 2.0
-REMINDER_CHECK_SECONDS = 1.0  # interval of the check for long waits
+REMINDER_CHECK_SECONDS = 1.0  # interval at which the supervisor looks for long waits
 
 
 class Supervisor:
-    """Runs a cluster on a running Ray; must be created on the event loop.
+    """Runs a cluster on a running Ray. Must be created on the event loop.
 
     Args:
         spec: specification of the cluster.
-        model: the checkpoint folder, at the same path on every node.
+        model: the checkpoint folder, whose path is the same on every node.
         report: called on the event loop with every status event.
-        api_keys: keys that the routers accept; none: no key is needed.
+        api_keys: keys that the routers accept. If there are none, requests need no key.
 
     Raises:
         PlacementError: the nodes have no room for the cluster.
@@ -58,7 +58,7 @@ class Supervisor:
     def __init__(
         self, spec: ClusterSpec, model: Path, report: Report, api_keys: Sequence[ApiKey] = ()
     ) -> None:
-        # New at every start: workers accept only connections from this cluster's routers.
+        # The secrets are new at every start, so workers accept only routers of this cluster.
         self._secrets = ClusterSecrets.new()
         self._spec = spec
         self._model = model
@@ -66,7 +66,8 @@ class Supervisor:
         placements = plan_placements(spec, nodes)
         self._placements = placements
         self._locality = describe_locality(spec, placements, nodes)
-        self._reassigned: frozenset[str] = frozenset()  # workers whose role an operator changed
+        # Names of the workers whose role an operator has changed.
+        self._reassigned: frozenset[str] = frozenset()
         self._autoscaler = AutoscalerAdapter(spec, placements, nodes)
         self._drain_seconds = spec.router.drain_seconds
         self._reminders = ProgressReminders(report, asyncio.get_running_loop().time)
@@ -107,7 +108,7 @@ class Supervisor:
 
     @property
     def workers(self) -> list[ManagedWorker]:
-        """All current workers, in any state."""
+        """All workers that have a placement, in any state."""
         there = [worker for pool in self._pools.values() for worker in pool.workers]
         return [worker for worker in there if isinstance(worker, ManagedWorker)]
 
@@ -141,7 +142,7 @@ class Supervisor:
             await self._shut_down()
 
     def _pools_by_labels(self) -> list[str]:
-        """Return the names of the pools; pools with more required labels come first.
+        """Return the names of the pools, sorted so that pools with more required labels come first.
 
         Ray grants placement groups in the order of the requests. Pools without labels come last,
         because they can use more nodes.
@@ -150,7 +151,7 @@ class Supervisor:
         return sorted(self._pools, key=lambda role: -num_labels[role])
 
     def _make_worker(self, placement: WorkerPlacement) -> ManagedWorker:
-        # Once the cluster serves, a worker without room waits and does not end the cluster.
+        # Once the cluster serves, a worker without room waits instead of ending the cluster.
         placement = replace(placement, waits_for_node=placement.waits_for_node or self._serving)
         config = worker_config(self._spec, self._model, self._secrets, placement)
         return ManagedWorker(placement, config, self._routers, self._report)
@@ -175,13 +176,13 @@ class Supervisor:
             router.given_up = False
 
     def _on_given_up(self, title: str, failure: StartFailed, seconds: float) -> None:
-        # Before the cluster serves, end with the error, because the operator must fix its cause.
+        # Before the cluster serves, the error ends it, because the operator must remove the cause.
         if not self._serving:
             raise failure
         self._report(title, GivenUp(failure.reason, seconds))
 
     async def _serve(self) -> None:
-        """Wait until all processes are ready, report `Serving`, then resize pools periodically."""
+        """Wait until all processes are ready, report `Serving`, and then resize pools regularly."""
         first = [worker for pool in self._pools.values() for worker in pool.workers]
         await self._routers.ready()
         for worker in first:
@@ -194,7 +195,8 @@ class Supervisor:
         while True:
             try:
                 await self._resize_pools()
-            except Exception as error:  # a sizing error must not end a running cluster
+            # An error in the sizing of pools must not end a running cluster.
+            except Exception as error:
                 if wrong != (wrong := f"resizing the pools failed: {first_line(error)}"):
                     self._report("", LogLine(wrong))
             await asyncio.sleep(SECONDS_BETWEEN_DECISIONS)
@@ -247,7 +249,7 @@ class Supervisor:
 
     async def _shut_down(self) -> None:
         self._report("cluster", Progress("ending its processes"))
-        # Stop the routers first, so that their streams to the workers are closed normally.
+        # Stop the routers first, so that they close their streams to the workers normally.
         await self._routers.stop()
         workers = [worker for pool in self._pools.values() for worker in pool.workers]
         await asyncio.gather(*(worker.shut_down() for worker in workers))

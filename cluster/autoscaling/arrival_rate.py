@@ -1,56 +1,62 @@
-"""Arrival rates of prompt tokens: recent, average, and in the largest burst.
+"""Measures how fast prompt tokens arrive: recently, on average, and in the largest burst.
 
-Pure code: no I/O and no clock.
+This module does no I/O and reads no clock. The caller passes the times.
 """
 
 from collections import deque
 from typing import NamedTuple
 
 BURST_SECONDS = 5.0
-"""Shortest time over which a burst is averaged, so that one long prompt is not a burst."""
+"""Shortest time over which the rate of a burst is averaged, so that one long prompt is no burst."""
 
 
 class Rates(NamedTuple):
-    """Arrival rates in tokens per second."""
+    """Arrival rates of prompt tokens, in tokens per second."""
 
-    recent: float  # rate over the last `window` seconds
-    average: float  # rate over all samples that are still stored
-    burst: float  # largest rate over any interval of at most `window` seconds
+    recent: float  # average arrival rate over the last `window` seconds
+    average: float  # average arrival rate over all stored samples
+    burst: float  # largest arrival rate over any interval of at most `window` seconds
 
 
 class ArrivalRate:
-    """Measures arrival rates from samples of a running total of tokens.
+    """Measures arrival rates from samples of the total number of tokens that have arrived.
 
     Args:
-        window: length of the recent interval, and maximum length of a burst, in seconds.
+        window: length in seconds of the interval for the recent rate. A burst is at most this long.
     """
 
     def __init__(self, window: float) -> None:
         self._window = window
-        self._last_total = 0  # total at the last sample
-        self._sums: deque[tuple[float, int]] = deque()  # (time, tokens that arrived by this time)
-        self._bursts: deque[tuple[float, float]] = deque()  # (time, rate), highest rate first
+        self._last_total = 0  # the value of `total` in the last call of `count`
+        # Pairs of a time and the number of tokens that had arrived by then.
+        self._sums: deque[tuple[float, int]] = deque()
+        # Pairs of a time and the burst rate at that time, highest rate first.
+        self._bursts: deque[tuple[float, float]] = deque()
 
     def count(self, now: float, total: int) -> int:
-        """Add a sample: the running total of tokens at time `now`.
+        """Add a sample: `total` tokens have arrived by time `now`.
 
-        If `total` is below the last total, counting has restarted and no arrivals are added.
+        A total below the last one means that counting has restarted. Such a sample adds no
+        arrivals.
 
         Returns:
-            Number of tokens that arrived since the last sample; 0 for the first sample.
+            Number of tokens that arrived since the last sample, or 0 for the first sample.
         """
         came = max(total - self._last_total, 0) if self._sums else 0
         self._sums.append((now, came + (self._sums[-1][1] if self._sums else 0)))
         self._last_total = total
         burst = self._burst()
-        # Monotonic queue: an earlier burst that is not larger can no longer become the maximum.
+        # An earlier burst that is not larger than this one can no longer become the maximum.
         while self._bursts and self._bursts[-1][1] <= burst:
             self._bursts.pop()
         self._bursts.append((now, burst))
         return came
 
     def rates(self, memory: float) -> Rates:
-        """Return the rates; average and burst cover `memory` seconds. Drop older samples."""
+        """Return the arrival rates and drop the samples that are too old to matter for them.
+
+        The average and the largest burst are those of the last `memory` seconds.
+        """
         now = self._sums[-1][0]
         while len(self._sums) > 2 and self._sums[1][0] <= now - max(memory, self._window):
             self._sums.popleft()
@@ -73,7 +79,7 @@ class ArrivalRate:
         )
 
     def _window_samples(self) -> list[tuple[float, int]]:
-        """Return the window's samples, newest first, and the last sample before the window."""
+        """Return the samples of the window, newest first, and the last sample before the window."""
         found = []
         for each in reversed(self._sums):
             found.append(each)

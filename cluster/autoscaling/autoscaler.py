@@ -1,20 +1,21 @@
-"""Decides how many workers each pool should have, from router queues and worker loads.
+"""Decides how many workers each pool should have, from the router queues and the worker loads.
 
-Pure code: the caller passes loads and the time, and starts or drains workers. For each pool,
+This module does no I/O. The caller passes the loads and the time, and starts or drains workers. The
+desired size of a pool is the larger of two terms, the queue term and the occupancy term:
 
-    desired = max(queue term, occupancy term)
-
-- Prefill, queue term: queued tokens / (a worker's tokens per second * allowed wait).
-- Prefill, occupancy term: arriving tokens per second / (a worker's tokens per second * target share
-  of busy time), as in TokenScale (arXiv 2512.03416). A new worker is ready only after the burst for
-  which it was started. The term therefore also covers the largest recent burst, plus `headroom`
-  times its excess over the average rate. If workers start slowly, bursts are remembered longer.
-- Prefill with a TTFT SLO: in place of the largest burst, the smallest size that would have computed
-  nearly all recent prompts in time (`late_work`), or a decreasing share of the initial size.
+- Prefill, queue term: queued tokens / (tokens per second of a worker * allowed wait).
+- Prefill, occupancy term: arriving tokens per second / (tokens per second of a worker * target
+  share of busy time), as in TokenScale (arXiv 2512.03416). A new worker becomes ready only after
+  the burst for which it was started. The term therefore also covers the largest recent burst, plus
+  `headroom` times the difference between this burst and the average rate. Bursts are remembered
+  longer if workers start slowly.
+- Prefill with a TTFT SLO: the largest burst is replaced by the smallest size that would have
+  computed nearly all recent prompts in time (see `late_work`). At first, a share of the initial
+  size is kept as well. This share decreases with time.
 - Decode, queue term: (running + waiting sequences) / sequences that a worker can run at once.
-- Decode, occupancy term: sum of the workers' KV usage / target KV usage.
+- Decode, occupancy term: sum of the KV usage of all workers / target KV usage.
 
-A mixed pool gets the larger of its prefill and decode needs.
+A mixed pool gets the larger of its prefill size and its decode size.
 """
 
 from collections import deque
@@ -29,95 +30,106 @@ from penstock.cluster.autoscaling.late_work import LateWorkModel
 from penstock.common.worker_load import NO_LOAD, WorkerLoad
 
 CALIBRATED_SECONDS = 1.0
-"""Seconds for which a worker must have computed prompts before its rate counts."""
+"""A worker's measured rate counts once the worker has computed prompts for this many seconds."""
 MEMORY_COLD_STARTS = 20
-"""Number of cold starts for which a burst is remembered: slow starts make a missed burst costly."""
+"""Number of cold starts for which a burst is remembered, so that slow starts keep bursts longer."""
 INITIAL_SIZE_FADE_SECONDS = 7200.0
-"""Seconds in which the kept share of the initial size falls linearly to 0."""
+"""Seconds in which the share of the initial size that is kept falls linearly to 0."""
 NEARLY_FULL = 0.9
 """If this share of a mixed pool's sequence limit is used, queued requests count as decode load."""
 MAX_WORKERS = 10**6
-"""Upper bound of a pool's need."""
+"""Largest number of workers that the computed need of a pool may have."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolLimits:
-    """Size limits and load targets of one pool."""
+    """Limits of a pool's size, and the load at which its workers should run."""
 
-    least: int = 1  # 0: an idle pool may have no worker; a queued request then starts one
+    # Minimum number of workers. If it is 0, the pool may be empty until a request is queued.
+    least: int = 1
     most: int = 1
-    gpus: int = 0  # GPUs per worker, counted against the GPU budget
-    wait_seconds: float = 1.0  # allowed queue time of a prompt
-    busy: float = 0.8  # target share of time in which a worker computes prompts
-    kv: float = 0.8  # target share of a worker's KV blocks in use
+    gpus: int = 0  # GPUs of one worker, which count against the GPU budget
+    wait_seconds: float = 1.0  # seconds that a prompt may wait in the queue
+    busy: float = 0.8  # target share of the time in which a worker computes prompts
+    kv: float = 0.8  # target share of a worker's KV blocks that are in use
 
 
 @dataclass(frozen=True, slots=True)
 class ScalingPolicy:
-    """Limits on how fast pool sizes may change. Times are in seconds."""
+    """Parameters that limit how fast pool sizes change. Times are in seconds."""
 
-    stale: float = 10.0  # a load older than this is ignored
-    rate_window: float = 30.0  # interval over which the arrival rate is measured
-    up: float = 15.0  # a pool at most doubles in this time
-    down: float = 120.0  # a pool shrinks after fewer workers were enough for this long
-    down_step: float = 15.0  # minimum time between the drains of two workers
-    headroom: float = 0.25  # the largest burst's excess over the average is multiplied by this
-    hedge: float = 0.0  # initial size's share to keep at first; falls to 0; if 0, use `headroom`
-    late: float = 0.0  # if `hedge` is set: share of the work that may be late
+    stale: float = 10.0  # reported loads older than this are ignored
+    rate_window: float = 30.0  # length of the interval over which the arrival rate is measured
+    up: float = 15.0  # the size of a pool at most doubles within this time
+    down: float = 120.0  # a pool shrinks once it has needed fewer workers for this long
+    down_step: float = 15.0  # minimum time between the drains of two workers of a pool
+    # Share of (largest burst - average rate) for which spare workers are kept.
+    headroom: float = 0.25
+    # Share of the initial size that is kept at first. If it is 0, `headroom` is used instead.
+    hedge: float = 0.0
+    late: float = 0.0  # Share of the work that may be late. Used only if `hedge` is not 0.
 
     def memory(self, cold_start: float) -> float:
-        """Return how many seconds a burst counts: 20 cold starts, within [2.5, 15] times `down`."""
+        """Return for how many seconds a burst is remembered.
+
+        The result is 20 times `cold_start`, but at least 2.5 and at most 15 times `down`.
+        """
         return min(max(MEMORY_COLD_STARTS * cold_start, 2.5 * self.down), 15 * self.down)
 
 
 TTFT_SLO_POLICY = ScalingPolicy(rate_window=60.0, down=30.0, down_step=5.0, hedge=0.85, late=0.03)
-"""The policy with a TTFT SLO. The router orders queued prompts by deadline, so a burst makes few
-prompts late, and workers started for a burst serve only after the burst. The pool therefore keeps
-enough workers to have met most recent deadlines and, at first, most of its initial size."""
+"""The scaling policy for clusters with a TTFT SLO.
+
+Routers order queued prompts by deadline, so that a burst makes few prompts late. A worker that is
+started for a burst serves only after the burst. The pool is therefore kept so large that most
+recent deadlines would have been met. At first, it also keeps most of its initial size.
+"""
 TTFT_SLO_WAIT_SECONDS, TTFT_SLO_UTILIZATION = 4.0, 0.95
-"""`PoolLimits.wait_seconds` and `busy` with a TTFT SLO."""
+"""Values of `PoolLimits.wait_seconds` and `PoolLimits.busy` in clusters with a TTFT SLO."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServingWorker:
-    """A serving worker with its last reported load."""
+    """A serving worker and the load that it reported last."""
 
     name: str
-    reported_at: float  # time of the load report
+    reported_at: float  # time of the last load report
     load: WorkerLoad = NO_LOAD
-    sequences: int = 0  # running sequences; in a decode pool, queued ones as well
-    max_sequences: int = 1  # maximum number of running sequences
+    # Number of running sequences. In a decode pool, queued sequences are included.
+    sequences: int = 0
+    max_sequences: int = 1  # largest number of sequences that the worker can run at once
 
 
 @dataclass(frozen=True, slots=True)
 class PoolInputs:
-    """State of a pool. Totals count from the start of the routers."""
+    """State of a pool for one decision. Totals count from the start of the routers."""
 
-    workers: Sequence[ServingWorker] = ()  # serving workers, in any order
-    pending: int = 0  # workers that were requested and do not serve yet
+    workers: Sequence[ServingWorker] = ()  # the serving workers, in any order
+    pending: int = 0  # number of workers that were requested but do not serve yet
     draining: int = 0
-    waiting: int = 0  # requests queued at routers for this pool
-    waiting_tokens: int = 0  # uncached prompt tokens of these queued requests
-    arrived_tokens: int = 0  # total of uncached prompt tokens that arrived
-    cold_start: float = 0.0  # measured seconds until a new worker serves; 0: unknown
+    waiting: int = 0  # number of requests that are queued at routers for this pool
+    waiting_tokens: int = 0  # number of uncached prompt tokens of the queued requests
+    arrived_tokens: int = 0  # total number of uncached prompt tokens that have arrived
+    # Measured seconds from requesting a worker until it serves, or 0 if unknown.
+    cold_start: float = 0.0
 
     @property
     def count(self) -> int:
-        """Number of workers that serve or are pending."""
+        """Number of workers that serve or have been requested."""
         return len(self.workers) + self.pending
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The size that a pool should have, and why."""
+    """The size that a pool should have, with the reason."""
 
     pool: str
     desired: int
-    count: int  # current number of serving and pending workers
+    count: int  # present number of serving and requested workers
     queue_term: float
     occupancy_term: float
     reason: str
-    blocked_by: str = ""  # limit that prevented a larger change; empty: none
+    blocked_by: str = ""  # the limit that prevented a larger change, or "" if there was none
 
     def __str__(self) -> str:
         change = f"{self.count} to {self.desired}" if self.desired != self.count else "stays"
@@ -139,25 +151,27 @@ class _Need:
 
 @dataclass(slots=True)
 class _PoolHistory:
-    """State of a pool that is kept between decisions."""
+    """State of a pool that the autoscaler keeps between decisions."""
 
     arrivals: ArrivalRate
     late_work: LateWorkModel
-    needs: deque[tuple[float, int]] = field(default_factory=deque)  # (time, workers needed)
-    rate: float | None = None  # prompt tokens per second of the median worker
-    grown: deque[tuple[float, int]] = field(default_factory=deque)  # (time, workers in the pool)
+    # Pairs of a time and the number of workers needed at that time.
+    needs: deque[tuple[float, int]] = field(default_factory=deque)
+    rate: float | None = None  # median of the workers' rates, in prompt tokens per second
+    # Pairs of a time and the number of workers in the pool at that time.
+    grown: deque[tuple[float, int]] = field(default_factory=deque)
     shrunk_at: float = -inf
     started_at: float = inf  # time of the first decision for this pool
-    first_count: int = 0  # number of workers at `started_at`
+    first_count: int = 0  # number of workers of this pool at `started_at`
 
 
 class Autoscaler:
     """Decides the sizes of all pools of a cluster together, because the pools share its GPUs.
 
     Args:
-        pools: pool name ("prefill", "decode" or "mixed") to limits of the pool.
-        gpu_budget: most GPUs of all pools together; None: no limit.
-        policy: how fast sizes may change; None: `ScalingPolicy()`.
+        pools: limits of each pool, by pool name ("prefill", "decode" or "mixed").
+        gpu_budget: largest number of GPUs that all pools may use together, or None for no limit.
+        policy: limits on how fast pool sizes may change. None stands for `ScalingPolicy()`.
     """
 
     def __init__(
@@ -176,7 +190,7 @@ class Autoscaler:
         }
 
     def decide(self, states: Mapping[str, PoolInputs], now: float) -> list[Decision]:
-        """Return a decision for each known pool in `states`; `now` is a monotonic time [s]."""
+        """Return a decision for each known pool in `states`. `now` is a monotonic time [s]."""
         decisions = [self._decide(name, states[name], now) for name in self._limits & states.keys()]
         decisions.sort(key=lambda decision: decision.pool)
         if self._budget is None:
@@ -215,7 +229,7 @@ class Autoscaler:
             pool, bounded, state.count, need.queue, need.occupancy, need.reason, blocked
         )
 
-    # ------------------------------------------------------------ needed workers
+    # ------------------------------------------------------------ number of workers needed
 
     def _need(self, pool: str, state: PoolInputs, fresh: list[ServingWorker], now: float) -> _Need:
         needs = []
@@ -235,7 +249,7 @@ class Autoscaler:
         queued = _extrapolated_sum(state, fresh, [each.load.queued_tokens for each in fresh])
         backlog = state.waiting_tokens + queued
         if rate is None:
-            # No worker's rate is known yet: request one worker per queued request.
+            # As long as no worker's rate is known, request one worker per queued request.
             queue = float(state.waiting)
             return _Need(queue, 0.0, f"{state.waiting} requests wait (prefill rate not known yet)")
         queue = _queue_term(state, backlog / rate, limits.wait_seconds)
@@ -248,7 +262,7 @@ class Autoscaler:
             provided = (burst + self._policy.headroom * max(burst - rates.average, 0.0)) / rate
             kept = self._policy.memory(state.cold_start)
             why = f", {burst:.0f} in the largest burst of the last {kept:.0f} s"
-        # A past burst alone does not keep an idle pool's last worker from being drained.
+        # A past burst alone must not prevent an idle pool from draining its last worker.
         if provided > max(queue, occupancy, 1.0):
             reason += why
             occupancy = provided
@@ -257,7 +271,11 @@ class Autoscaler:
     def _slo_need(
         self, history: _PoolHistory, state: PoolInputs, work: float, now: float
     ) -> tuple[float, str]:
-        """Return how many workers to keep for bursts, and why; `work` is in worker-seconds."""
+        """Return how many workers to keep for bursts, and the reason as text.
+
+        Args:
+            work: prompt work that arrived since the last decision, in worker-seconds.
+        """
         history.late_work.observe(now, work, state.cold_start)
         enough = history.late_work.smallest_size(self._policy.late)
         left = max(1 - (now - history.started_at) / INITIAL_SIZE_FADE_SECONDS, 0.0)
@@ -268,7 +286,7 @@ class Autoscaler:
             ), f", {stay} of the initial {history.first_count} workers are kept for now"
         return float(
             enough
-        ), f", {enough} workers would be late for at most {self._policy.late:.0%} of it"
+        ), f", with {enough} workers at most {self._policy.late:.0%} of the work would be late"
 
     def _decode_need(self, pool: str, state: PoolInputs, fresh: list[ServingWorker]) -> _Need:
         limits = self._limits[pool]
@@ -277,7 +295,7 @@ class Autoscaler:
         max_sequences = median(each.max_sequences for each in fresh) if fresh else inf
         waiting = state.waiting
         if pool == "mixed" and self._policy.hedge and fresh:
-            # If the pool is not nearly full, queued requests wait for prefill, not for decode.
+            # Queued requests of a mixed pool wait for decode only if the pool is nearly full.
             waiting *= running >= NEARLY_FULL * max_sequences * len(state.workers)
         queue = (running + waiting) / max_sequences if fresh else float(waiting > 0)
         return _Need(
@@ -286,7 +304,7 @@ class Autoscaler:
             f"{kv:.2f} workers' KV caches in use, {running:.0f} sequences run and {waiting} wait",
         )
 
-    # ------------------------------------------------------------ limits on the speed of changes
+    # ------------------------------------------------------------ limits on how fast sizes change
 
     def _rate_limited(
         self, pool: str, state: PoolInputs, need: _Need, now: float
@@ -322,14 +340,15 @@ class Autoscaler:
 
 
 def _queue_term(state: PoolInputs, seconds: float, wait: float) -> float:
-    """Return the number of workers needed to compute the queued prompts in time.
+    """Return the number of workers that are needed to compute the queued prompts in time.
 
-    The work that serving workers do during a cold start is subtracted, and so are pending workers.
-    Otherwise a queue that grows during a cold start would request the same workers again.
+    The work that the serving workers do during a cold start is subtracted from the queued work.
+    Requested workers are subtracted from the result. Otherwise a queue that grows during a cold
+    start would request the same workers again.
 
     Args:
         seconds: queued work, in worker-seconds.
-        wait: allowed wait in seconds.
+        wait: seconds that a prompt may wait.
     """
     cold_start = state.cold_start
     left = max(seconds - len(state.workers) * cold_start, 0.0) / (wait + cold_start)
@@ -337,7 +356,10 @@ def _queue_term(state: PoolInputs, seconds: float, wait: float) -> float:
 
 
 def _calibrate(history: _PoolHistory, state: PoolInputs) -> None:
-    """Update the workers' median prompt rate [tokens/s]; keep the old rate if none is known."""
+    """Update the median prompt rate of the pool's workers, in tokens per second.
+
+    The old rate is kept if no worker has computed prompts for `CALIBRATED_SECONDS` yet.
+    """
     rates = [
         each.load.prompt_tokens_computed / each.load.prompt_seconds
         for each in state.workers
@@ -350,18 +372,23 @@ def _calibrate(history: _PoolHistory, state: PoolInputs) -> None:
 def _extrapolated_sum(
     state: PoolInputs, fresh: list[ServingWorker], values: Sequence[float]
 ) -> float:
-    """Return the sum of `values`, given for the `fresh` workers, extrapolated to all workers."""
+    """Estimate the sum of a quantity over all workers of a pool.
+
+    Args:
+        fresh: the workers whose load report is recent.
+        values: the quantity for each worker of `fresh`.
+    """
     return sum(values) * len(state.workers) / len(fresh) if fresh else 0.0
 
 
 def _is_needed(state: PoolInputs) -> bool:
-    """Return True if the pool has work and therefore needs at least one worker."""
+    """Return True if the pool has work, so that it needs at least one worker."""
     busy = (each.sequences or each.load.queued_tokens for each in state.workers)
     return bool(state.waiting or any(busy))
 
 
 def _remember(past: deque[tuple[float, int]], now: float, value: int, seconds: float) -> None:
-    """Append (`now`, `value`) and drop entries that are not needed to cover the last `seconds`."""
+    """Append (`now`, `value`) and drop entries that are not needed for the last `seconds`."""
     past.append((now, value))
     while len(past) > 1 and past[1][0] <= now - seconds:
         past.popleft()

@@ -1,7 +1,7 @@
 """Connects the autoscaler to a cluster: builds its limits and inputs, and reports its status.
 
-Pure code: no I/O and no clock. The supervisor provides the workers and their phases; the routers
-provide the queues and the last reported load of each worker.
+This module does no I/O and reads no clock. The supervisor provides the workers and their phases.
+The routers provide their queues and the last reported load of each worker.
 """
 
 from collections import deque
@@ -27,10 +27,10 @@ from penstock.cluster.spec.spec import ROLES, ClusterSpec
 from penstock.router.observability import snapshot
 
 MAX_NOTES = 10
-"""Number of recent decisions that the status shows."""
+"""Number of recent scaling decisions that the cluster status shows."""
 
 Phases = Mapping[str, Mapping[str, Phase]]
-"""Phases of all workers: pool to worker name to phase, in order of worker number."""
+"""Phase of each worker, by pool name and worker name. Workers are in the order of their numbers."""
 
 
 def pool_limits(spec: ClusterSpec, placements: Sequence[WorkerPlacement]) -> dict[str, PoolLimits]:
@@ -47,7 +47,7 @@ def pool_limits(spec: ClusterSpec, placements: Sequence[WorkerPlacement]) -> dic
 
 
 def scaling_policy(spec: ClusterSpec) -> ScalingPolicy:
-    """Return the scaling policy of a cluster; the simulator uses the same defaults."""
+    """Return the scaling policy for a cluster, given its TTFT SLO and `scale_down_seconds`."""
     pace = TTFT_SLO_POLICY if spec.engine.ttft_slo_seconds else ScalingPolicy()
     down = spec.scaling.scale_down_seconds
     return pace if down is None else replace(pace, down=down, down_step=min(pace.down_step, down))
@@ -56,10 +56,10 @@ def scaling_policy(spec: ClusterSpec) -> ScalingPolicy:
 def gpu_budget(
     spec: ClusterSpec, placements: Sequence[WorkerPlacement], nodes: Sequence[Node]
 ) -> int | None:
-    """Return the maximum number of GPUs of all pools together; None means no limit.
+    """Return the maximum number of GPUs of all pools together, or None for no limit.
 
-    Without `scaling.max_gpus`, the limit is the number of GPUs of `nodes`. With `pool_nodes` there
-    is no limit, because nodes may be added.
+    The default of `scaling.max_gpus` is the number of GPUs of `nodes`. With `pool_nodes`, the
+    default is no limit, because nodes may be added.
 
     Raises:
         PlacementError: the initial workers need more GPUs than `scaling.max_gpus`.
@@ -78,22 +78,22 @@ def gpu_budget(
 
 
 def _gpus_of(placement: WorkerPlacement) -> int:
-    """Return the number of GPUs of all ranks of a worker."""
+    """Return the number of GPUs that all ranks of a worker use together."""
     return int(sum(bundle.get("GPU", 0.0) for bundle in placement.bundles))
 
 
 class AutoscalerInputs:
-    """Builds the inputs of the autoscaler; keeps the last totals in order to compute increments."""
+    """Builds the inputs of the autoscaler from the states that routers report."""
 
     def __init__(self) -> None:
-        self._counted = 0  # total of prompt tokens at the last call
-        self._uncached = 0.0  # estimated total of uncached prompt tokens that arrived
+        self._counted = 0  # total number of prompt tokens at the last call of `pools`
+        self._uncached = 0.0  # estimated total of uncached prompt tokens that have arrived
         self._cold_starts = ColdStartTimes()
 
     def pools(
         self, state: snapshot.ClusterState, phases: Phases, now: float
     ) -> dict[str, PoolInputs]:
-        """Return the state of each pool; `now` is in seconds on a monotonic clock."""
+        """Return the state of each pool. `now` is in seconds on a monotonic clock."""
         numbers = {each.worker: each.numbers for each in state.workers}
         queues = {each.pool: each for each in state.pools}
         self._count_arrivals(state)
@@ -117,13 +117,18 @@ class AutoscalerInputs:
         }
 
     def _count_arrivals(self, state: snapshot.ClusterState) -> None:
-        """Add the uncached part of new prompt tokens, estimated from the prefix hit rate so far."""
+        """Add the new prompt tokens that were probably not cached.
+
+        The estimate applies the prefix cache hit rate of all prompt tokens so far to the new
+        tokens.
+        """
         new = state.prompt_tokens - self._counted
         self._counted = state.prompt_tokens
         reported = [each.numbers for each in state.workers if each.numbers is not None]
         taken = sum(each.prompt_tokens for each in reported)
         hits = sum(each.load.prompt_tokens_cached for each in reported) / taken if taken else 0.0
-        self._uncached += max(new, 0) * (1 - hits)  # `new` is negative after a router restart
+        # The difference `new` is negative after a router restart.
+        self._uncached += max(new, 0) * (1 - hits)
 
 
 class AutoscalerAdapter:
@@ -152,13 +157,17 @@ class AutoscalerAdapter:
     def decide(
         self, state: snapshot.ClusterState, phases: Phases, now: float
     ) -> Sequence[Decision]:
-        """Return a decision for every pool; `now` is in seconds on a monotonic clock."""
+        """Return a decision for every pool. `now` is in seconds on a monotonic clock."""
         return self._scaler.decide(self._inputs.pools(state, phases, now), now)
 
     def record(
         self, decisions: Sequence[Decision], at: float
     ) -> Sequence[snapshot.ScalingDecision]:
-        """Apply `decisions` and return the changes of size; `at` is in seconds since 1970."""
+        """Store the desired sizes of `decisions` and return the decisions that change a size.
+
+        Args:
+            at: time of the decisions, in seconds since 1970.
+        """
         news = [
             snapshot.ScalingDecision(at, each.pool, str(each))
             for each in decisions
@@ -169,14 +178,14 @@ class AutoscalerAdapter:
         return news
 
     def scaling(self, decisions: Sequence[Decision], phases: Phases) -> snapshot.Scaling:
-        """Return the scaling status; `record` must have been called with `decisions`."""
+        """Return the scaling status. Call `record` with the same `decisions` first."""
         return scaling_status(decisions, self._limits, phases, tuple(self._notes))
 
 
 def reassigned_workers(
     state: snapshot.ClusterState, placements: Sequence[WorkerPlacement]
 ) -> frozenset[str]:
-    """Return the names of workers to which an operator gave a role other than their pool's role."""
+    """Return the workers whose role, set by an operator, differs from the role of their pool."""
     own = {each.name: each.role for each in placements}
     given = {name: each.role for name, each in state.roles.items() if name in own}
     return frozenset(name for name, role in given.items() if role != own[name])
@@ -197,7 +206,7 @@ def scaling_status(
     phases: Phases,
     notes: Sequence[snapshot.ScalingDecision],
 ) -> snapshot.Scaling:
-    """Return the scaling status of all pools."""
+    """Return the scaling status of all pools, as the cluster status shows it."""
 
     def lent(pool: str) -> int:
         return _count(phases[pool].values(), Phase.REASSIGNED)
@@ -226,7 +235,7 @@ def _serving(
     if numbers is None:
         return ServingWorker(name, reported_at=-inf)
     load = numbers.load
-    # On a decode worker, also count queued sequences: each will need a slot.
+    # A decode worker will need a slot for each queued sequence, so count these too.
     sequences = load.running + (load.queued if pool == "decode" else 0)
     return ServingWorker(name, now, load, sequences, max(numbers.max_sequences, 1))
 
@@ -236,5 +245,8 @@ def _count(phases: Collection[Phase], *counted: Phase) -> int:
 
 
 def _takes_prompts(pool: str, phases: Phases) -> bool:
-    """Return True for the pool whose arrivals are counted: prefill if it exists, else mixed."""
+    """Return True if arriving prompt tokens count as load of `pool`.
+
+    This is the prefill pool, or the mixed pool of a cluster without a prefill pool.
+    """
     return pool == "prefill" or (pool == "mixed" and "prefill" not in phases)

@@ -1,6 +1,6 @@
-"""Measures cold starts: how long new workers take until they serve.
+"""Measures cold starts: how long a new worker takes until it serves.
 
-Pure code: no I/O and no clock.
+This module does no I/O and reads no clock. The caller passes the times.
 """
 
 from collections import deque
@@ -10,20 +10,24 @@ from statistics import median
 from penstock.cluster.autoscaling.pool_changes import Phase
 
 NUM_REMEMBERED = 5
-"""Number of last cold starts of a pool from which the median is taken."""
+"""Number of recent cold starts of a pool whose median is the pool's cold start time."""
 
 
 class ColdStartTimes:
     """Measures, for each pool, the seconds from requesting a worker until the worker serves."""
 
     def __init__(self) -> None:
-        self._pending_since: dict[
-            str, float
-        ] = {}  # worker name to the time at which the worker was requested
-        self._durations: dict[str, deque[float]] = {}  # pool to its last cold starts [s]
+        # For each worker that does not serve yet, the time at which it was requested.
+        self._pending_since: dict[str, float] = {}
+        # Last cold start times of each pool, in seconds.
+        self._durations: dict[str, deque[float]] = {}
 
     def observe(self, phases: Mapping[str, Mapping[str, Phase]], now: float) -> None:
-        """Record the workers' phases (pool to worker name to phase) at time `now`."""
+        """Record the phase of every worker at time `now`.
+
+        Args:
+            phases: phase of each worker, by pool name and worker name.
+        """
         for pool, of in phases.items():
             for name, phase in of.items():
                 if phase is Phase.PENDING:
@@ -36,5 +40,5 @@ class ColdStartTimes:
                     )
 
     def median_seconds(self, pool: str) -> float:
-        """Return the median of the pool's last cold starts [s]; 0 if no cold start is known."""
+        """Return the pool's median cold start time [s], or 0 if no cold start is known."""
         return median(self._durations.get(pool, (0.0,)))

@@ -1,4 +1,4 @@
-"""Divides a budget of GPUs among the pools of a cluster. Pure code."""
+"""Divides a limited number of GPUs among the pools of a cluster. This module does no I/O."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,19 +6,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class GrowthRequest:
-    """Present and desired size of one pool."""
+    """Present and desired size of one pool, for `grant`."""
 
-    count: int  # workers that serve or are pending
+    count: int  # number of workers that serve or have been requested
     desired: int
-    gpus: int  # per worker
-    draining: int = 0  # workers that still hold their GPUs
+    gpus: int  # GPUs of one worker
+    draining: int = 0  # number of draining workers, which still hold their GPUs
 
 
 def grant(requests: Sequence[GrowthRequest], budget: int) -> list[int]:
     """Return the number of workers that each pool may have, at most its desired number.
 
-    The budget limits only the growth of pools; it never takes workers from a pool. New workers are
-    granted one at a time, to the pool with the largest ratio of desired to granted workers.
+    The budget limits only the growth of pools. It never takes workers from a pool. New workers are
+    granted one at a time to the pool with the largest ratio of desired to granted workers.
+
+    Args:
+        budget: number of GPUs that all pools may use together.
     """
     granted = [min(each.desired, each.count) for each in requests]
     held = sum(

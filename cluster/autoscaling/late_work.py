@@ -1,37 +1,46 @@
-"""Estimates how much of the observed work a pool of each size would have computed too late.
+"""Estimates how much of the past work a pool of each size would have computed too late.
 
-Pure code: times are arguments. The backlog of every pool size is simulated in parallel. Work that
-would wait for longer than `max_wait` is late and is removed from the backlog, because it delays no
-other work: with a TTFT SLO, routers queue late work behind all work that can still be in time. Late
-work counts only if the backlog was empty less than a cold start ago: if the load lasts longer, the
-autoscaler starts more workers anyway.
+This module reads no clock. The caller passes the times. The model simulates the backlog of every
+pool size in parallel. Work is late if it would wait for longer than `max_wait`. Late work is
+removed from the backlog, because routers with a TTFT SLO queue it behind all other work.
+
+A high load that lasts longer than a cold start makes the autoscaler start workers anyway. Late work
+therefore counts only until one cold start after the backlog was last empty.
 """
 
 from math import exp
 
 MEMORY_SECONDS = 3600.0
-"""Time constant of the exponential decay of past work."""
+"""Past work is weighted with an exponential decay that has this time constant."""
 
 
 class LateWorkModel:
-    """Simulates pools of 1 to `max_size` workers; work is measured in worker-seconds.
+    """Simulates pools of 1 to `max_size` workers. Work is measured in worker-seconds.
 
     Args:
         max_size: the largest pool size to simulate.
-        max_wait: seconds that work may wait; longer waits are late.
+        max_wait: seconds that work may wait before it is late.
     """
 
     def __init__(self, max_size: int, max_wait: float) -> None:
         self._max_wait = max_wait
         self._started_at: float | None = None
         self._now = 0.0
-        self._total = 0.0  # all work, exponentially decayed
-        self._backlogs = [0.0] * max_size  # backlog of pool size `index + 1`
-        self._idle_at = [0.0] * max_size  # when each backlog was last empty
-        self._late = [0.0] * max_size  # late work of each pool size, exponentially decayed
+        self._total = 0.0  # sum of all past work, exponentially decayed
+        # Entry `index` is the backlog of a pool of `index + 1` workers.
+        self._backlogs = [0.0] * max_size
+        # For each pool size, the time when its backlog was last empty.
+        self._idle_at = [0.0] * max_size
+        # For each pool size, the sum of its late work, exponentially decayed.
+        self._late = [0.0] * max_size
 
     def observe(self, now: float, work: float, cold_start: float) -> None:
-        """Advance to `now`; `work` arrived since the last call. `cold_start` is in seconds."""
+        """Advance the simulation of all pool sizes to time `now`.
+
+        Args:
+            work: work that arrived since the last call, in worker-seconds.
+            cold_start: seconds until a new worker would serve.
+        """
         if self._started_at is None:
             self._started_at = self._now = now
             self._idle_at = [now] * len(self._backlogs)
@@ -51,14 +60,14 @@ class LateWorkModel:
     def smallest_size(self, max_late_fraction: float) -> int:
         """Return the smallest size for which at most `max_late_fraction` of all work is late.
 
-        The total work is extrapolated to a history much longer than `MEMORY_SECONDS`. The work that
-        the extrapolation adds counts as in time.
+        The observed work of a short history is extrapolated to a history much longer than
+        `MEMORY_SECONDS`. The work that this adds counts as computed in time.
         """
         passed = self._now - self._started_at if self._started_at is not None else 0.0
         if not passed:
             return 1
         usual = self._total / -(exp(-passed / MEMORY_SECONDS) - 1)
-        # Search downwards: a small size whose backlog is never empty records no late work.
+        # Search downwards, because a size that is far too small records no late work.
         sizes = range(len(self._late), 0, -1)
         largest = next(
             (size for size in sizes if self._late[size - 1] > max_late_fraction * usual), 0

@@ -1,6 +1,7 @@
-"""Chooses the workers that a pool starts or drains to reach a wanted number. Pure code, no I/O.
+"""Chooses the workers that a pool starts or drains to reach a given size.
 
-A pool has a fixed list of placements; each placement is empty or has one worker.
+This module does no I/O. A pool has a fixed list of placements. Each placement is empty or has one
+worker.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,16 +13,18 @@ class Phase(Enum):
     """State of one placement of a pool."""
 
     EMPTY = "empty"
-    PENDING = "pending"  # its worker is starting or restarting
+    PENDING = "pending"  # the worker of this placement is starting or restarting
     SERVING = "serving"
-    DRAINING = "leaving"  # its worker is draining; the placement is free after the worker's exit
-    REASSIGNED = "lent"  # an operator changed its worker's role; the worker is not drained
-    FAILED = "spoilt"  # its worker could not be started; not used again for some time
+    # The worker is draining. The placement becomes empty when the worker exits.
+    DRAINING = "leaving"
+    REASSIGNED = "lent"  # an operator changed the role of the worker, so it is not drained
+    # The worker could not be started. The placement is not used again for some time.
+    FAILED = "spoilt"
 
 
 @dataclass(frozen=True, slots=True)
 class PoolChanges:
-    """Indices of the placements to fill and to drain; at least one of these lists is empty."""
+    """Indices of the placements to fill and to drain. At least one of the lists is empty."""
 
     fill: Sequence[int] = ()
     drain: Sequence[int] = ()
@@ -30,13 +33,13 @@ class PoolChanges:
 def plan_changes(phases: Sequence[Phase], wanted: int, busy: Mapping[int, float]) -> PoolChanges:
     """Return the changes that bring a pool to `wanted` workers or as close as possible.
 
-    Workers that do not serve are drained first, then serving workers in order of increasing load;
-    among workers with equal load, the worker with the highest index is drained first.
+    Workers that do not serve are drained first, then serving workers in order of increasing load.
+    If several workers have equal load, the one with the highest index is drained first.
 
     Args:
         phases: state of each placement.
-        wanted: number of pending and serving workers to reach.
-        busy: placement index to load of its worker; 0 if missing.
+        wanted: number of starting and serving workers to reach.
+        busy: load of the worker of each placement, by index. A missing load counts as 0.
     """
     useful = [at for at, phase in enumerate(phases) if phase in (Phase.PENDING, Phase.SERVING)]
     if len(useful) <= wanted:

@@ -1,7 +1,8 @@
-"""Drains the router or worker on a node before Kubernetes removes the node.
+"""Drains the routers and workers on a node before Kubernetes removes the node.
 
-`python -m penstock.cluster.kubernetes.node_drain SECONDS`, the preStop hook of a pod, writes a file
-into a folder that the node's processes watch, and waits until all these processes have drained.
+Pods run `python -m penstock.cluster.kubernetes.node_drain SECONDS` as their preStop hook. The
+command writes a file into a folder that the node's routers and workers watch. It then waits until
+all of them have drained.
 """
 
 import argparse
@@ -15,16 +16,17 @@ from pathlib import Path
 
 import psutil
 
-FOLDER_VARIABLE = "PENSTOCK_LEAVE_FOLDER"  # if this variable is unset, the node cannot be drained
+# If this environment variable is not set, the node cannot be drained.
+FOLDER_VARIABLE = "PENSTOCK_LEAVE_FOLDER"
 DRAIN_FILE = "leave"
 PROCESS_SUFFIX = ".hosted"
 POLL_SECONDS = 0.25
 
 
 async def drain_on_request(drain: Callable[[float], Awaitable[None]]) -> None:
-    """Wait for a request to drain this node, call `drain` with the time limit [s], and return.
+    """Wait until this node must drain, and then call `drain` with the time limit in seconds.
 
-    Return at once if `PENSTOCK_LEAVE_FOLDER` is not set.
+    Return at once if the variable `PENSTOCK_LEAVE_FOLDER` is not set.
     """
     if FOLDER_VARIABLE not in os.environ:
         return
@@ -40,7 +42,7 @@ async def drain_on_request(drain: Callable[[float], Awaitable[None]]) -> None:
 
 
 def drain_node(folder: Path, seconds: float) -> bool:
-    """Drain all processes that watch `folder`; return False if the drain exceeds `seconds`."""
+    """Drain all processes that watch `folder`. Return False if this takes longer than `seconds`."""
     drain_file = folder / DRAIN_FILE
     drain_file.write_text(str(seconds), encoding="utf-8")
     deadline = time.monotonic() + seconds
@@ -51,15 +53,16 @@ def drain_node(folder: Path, seconds: float) -> bool:
             time.sleep(min(POLL_SECONDS, seconds))
         return True
     finally:
-        drain_file.unlink(missing_ok=True)  # so that processes started here later do not drain
+        # Remove the file, so that processes that start here later do not drain.
+        drain_file.unlink(missing_ok=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return 1 if a process did not drain in time."""
+    """Run the command. Return 1 if a process did not drain in time, and 0 otherwise."""
     parser = argparse.ArgumentParser(
         prog="python -m penstock.cluster.kubernetes.node_drain", description=__doc__
     )
-    parser.add_argument("seconds", type=float, help="time limit of the drain")
+    parser.add_argument("seconds", type=float, help="time limit of the drain, in seconds")
     given = parser.parse_args(arguments)
     if FOLDER_VARIABLE not in os.environ:
         parser.error(
@@ -69,13 +72,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _requested_seconds(folder: Path) -> float | None:
-    with suppress(OSError, ValueError):  # the file is missing or is being written
+    with suppress(OSError, ValueError):  # the file may be missing or incomplete
         return float((folder / DRAIN_FILE).read_text(encoding="utf-8"))
     return None
 
 
 def _undrained_pids(folder: Path) -> list[int]:
-    """Return the PIDs of live processes that have not drained; ignore files of killed processes."""
+    """Return the PIDs of the live processes that watch `folder` and have not drained."""
     pids = [
         int(mark.name.removesuffix(PROCESS_SUFFIX)) for mark in folder.glob(f"*{PROCESS_SUFFIX}")
     ]

@@ -1,9 +1,9 @@
-"""Readiness probe of a worker's pod: ready if a worker here has computed a token recently.
+"""Readiness probe of a worker's pod: the pod is ready if its worker has computed a token recently.
 
-Each worker keeps a file in the folder that `node_drain` uses; the file's modification time is the
-time of the worker's last token. The command
-`python -m penstock.cluster.kubernetes.readiness_probe SECONDS` exits with 0 if the newest file is
-at most SECONDS old.
+Each worker keeps a file in the folder that `node_drain` uses. The modification time of the file is
+the time of the worker's last token. The command `python -m
+penstock.cluster.kubernetes.readiness_probe SECONDS` exits with 0 if the newest of these files is at
+most SECONDS old.
 """
 
 import argparse
@@ -24,7 +24,11 @@ TOUCH_SECONDS = 1.0
 
 
 async def keep_readiness_file(silence: Callable[[], float]) -> None:
-    """Update the readiness file until cancelled; `silence` returns the last token's age [s]."""
+    """Keep the readiness file of this process up to date until cancelled.
+
+    Args:
+        silence: returns the seconds since the worker's last token.
+    """
     if FOLDER_VARIABLE not in os.environ:
         return
     mark = Path(os.environ[FOLDER_VARIABLE]) / f"{os.getpid()}{READINESS_SUFFIX}"
@@ -39,23 +43,33 @@ async def keep_readiness_file(silence: Callable[[], float]) -> None:
 
 
 def not_ready_reason(folder: Path, seconds: float, now: float) -> str:
-    """Return why no worker on this node is ready, "" if one is; `now` is in seconds since 1970."""
+    """Return the reason why no worker on this node is ready, or "" if one is ready.
+
+    Args:
+        folder: folder with the workers' readiness files.
+        seconds: largest allowed age of a worker's last token.
+        now: present time, in seconds since 1970.
+    """
     ages = [
         age for mark in folder.glob(f"*{READINESS_SUFFIX}") if (age := _age(mark, now)) is not None
     ]
     if not ages:
-        return "no worker serves here"
+        return "no worker serves on this node"
     if min(ages) <= seconds:
         return ""
-    return f"the worker here has computed no token, not even a canary, for {min(ages):.0f} s"
+    return (
+        f"the worker on this node has computed no token, not even a canary, for {min(ages):.0f} s"
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return 1 if no worker here is ready."""
+    """Run the command. Return 1 if no worker on this node is ready, and 0 otherwise."""
     parser = argparse.ArgumentParser(
         prog="python -m penstock.cluster.kubernetes.readiness_probe", description=__doc__
     )
-    parser.add_argument("seconds", type=float, help="greatest age of the last token")
+    parser.add_argument(
+        "seconds", type=float, help="largest allowed age of a worker's last token, in seconds"
+    )
     given = parser.parse_args(arguments)
     if FOLDER_VARIABLE not in os.environ:
         parser.error(
@@ -68,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _age(mark: Path, now: float) -> float | None:
-    """Return the age [s] of a worker's last token, from its file; None if the worker is dead."""
+    """Return the seconds since a worker's last token, or None if the worker is dead."""
     if psutil.pid_exists(int(mark.name.removesuffix(READINESS_SUFFIX))):
         with suppress(FileNotFoundError):
             return now - mark.stat().st_mtime

@@ -1,8 +1,9 @@
-"""Packs workers onto nodes greedily, the largest first, and near each other if possible.
+"""Packs workers onto nodes: decides which node each pipeline stage of each worker would use.
 
-Pure code: no I/O. The ranks of a stage share a node. Depending on the pool's `stages`, a worker's
-stages are on as few nodes as possible or each on a different node. Ranks of pools without a `cpus`
-setting get equal shares of a node's remaining CPUs.
+The algorithm is greedy and places the largest workers first. All ranks of a stage share a node. The
+setting `stages` of a pool decides whether the stages of a worker share nodes if possible, or are
+all on different nodes. Ranks of pools without a `cpus` setting get equal shares of the CPUs that
+remain on their node. This module does no I/O.
 """
 
 from bisect import bisect_left
@@ -14,18 +15,18 @@ from penstock.cluster.spec.spec import PoolSpec
 
 MIN_CPUS = 0.1
 GPU_CPUS = 2.0
-"""CPUs that a rank with a GPU can keep busy: its event loop and its engine thread."""
+"""CPUs that a rank with a GPU can use: one for its event loop and one for its engine thread."""
 _ROUNDING = 1e-6
 
 
 @dataclass(slots=True, eq=False)
 class NodeCapacity:
-    """Free resources of a node during packing."""
+    """Free resources of a node while workers are packed."""
 
     cpus: float
     gpus: int
     labels: Mapping[str, str]
-    num_even_ranks: int = 0  # number of ranks that share `cpus` evenly
+    num_even_ranks: int = 0  # number of ranks on this node that share `cpus` evenly
 
     @property
     def even_cpus(self) -> float:
@@ -34,39 +35,40 @@ class NodeCapacity:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacementRequest:
-    """A worker to be placed, with its needs per rank."""
+    """A worker that must be placed, with the resources that it needs."""
 
     pool: PoolSpec
     role: str
     index: int
-    gpus: int  # per rank
-    cpus: float | None  # per rank; None: an even share of the node's CPUs
+    gpus: int  # GPUs of each rank
+    cpus: float | None  # CPUs of each rank, or None for an even share of the node's CPUs
 
     @property
     def ranks(self) -> int:
-        """Number of ranks of each stage."""
+        """Number of ranks of each pipeline stage."""
         return self.pool.tp
 
     @property
     def may_wait(self) -> bool:
-        """True if only the autoscaler may start the worker; False for an initial worker."""
+        """True if only the autoscaler may start the worker, and False for an initial worker."""
         return self.index >= self.pool.replicas
 
 
 @dataclass(slots=True)
 class PackingResult:
-    """CPU shares, unplaced workers and locality after packing."""
+    """Result of packing: CPU shares, workers without room, and workers placed near each other."""
 
-    even_cpus: Mapping[str, float]  # role to the smallest CPU share of a rank
-    unplaced: list[PlacementRequest] = field(default_factory=list)  # workers without room
-    # Workers placed on nodes whose topology label has one of `topology_values`.
+    even_cpus: Mapping[str, float]  # smallest number of CPUs that a rank gets, by role
+    # Workers for which no node has room.
+    unplaced: list[PlacementRequest] = field(default_factory=list)
+    # Workers on nodes whose topology label has one of the values in `topology_values`.
     near: set[PlacementRequest] = field(default_factory=set)
-    # Values of the topology label that were chosen for locality; empty: no locality.
+    # Label values of the nodes that were preferred. Empty if locality was not considered.
     topology_values: Sequence[str] = ()
 
 
 def pack(requests: Sequence[PlacementRequest], nodes: Sequence[NodeCapacity]) -> PackingResult:
-    """Assign nodes to all workers that fit; `nodes` itself is not changed."""
+    """Assign nodes to all workers that fit. `nodes` itself is not changed."""
     packed = _Packing(requests, nodes).result(requests)
     assert packed is not None, "cannot fail without `near`"
     return packed
@@ -79,26 +81,30 @@ def pack_by_topology(
     apart: PackingResult,
     spare: float,
 ) -> PackingResult:
-    """Pack again, with workers on nodes that share one or a few values of the topology label `key`.
+    """Pack again, so that workers share nodes with one or a few values of the topology label `key`.
 
-    Four searches are made until one succeeds:
+    The function tries four searches, in this order, and stops at the first that succeeds:
 
-    1. all workers on nodes with one value, trying the value with the most free resources first;
-    2. all initial workers on nodes with one value;
-    3. all workers on nodes with any of the n values that have the most free resources, for the
-       smallest n that works;
-    4. all initial workers on nodes chosen as in search 3.
+    1. Place all workers on nodes with one label value. Values with the most free resources come
+       first.
+    2. Place all initial workers on nodes with one label value.
+    3. Place all workers on nodes with any of the n values that have the most free resources. The
+       search takes the smallest n with which all workers fit.
+    4. Place all initial workers on nodes with any of n values, chosen as in search 3.
 
-    Searches 1 and 3 are skipped if `apart` has unplaced workers. In searches 2 and 4, workers that
-    are not initial may be on any nodes.
+    Searches 1 and 3 are skipped if `apart` has workers without room. In searches 2 and 4, workers
+    that are not initial may be on any nodes.
+
+    A result is rejected if more workers are without room than in `apart`. It is also rejected if a
+    rank gets too few CPUs.
 
     Args:
-        apart: result of `pack`, without locality.
-        spare: CPUs that an even share may lose for the sake of locality.
+        apart: result of `pack`, which ignores the topology label.
+        spare: number of CPUs by which the even share of a rank may shrink.
 
     Returns:
-        The result with locality, or `apart` if each such result would leave another worker without
-        room or a rank with too few CPUs, or if the nodes have fewer than two label values.
+        The first result that is not rejected, or `apart` if there is none. If the nodes have fewer
+        than two label values, no search is made.
     """
     search = _TopologySearch(requests, nodes, key, apart, spare)
     if len({node.labels.get(key) for node in nodes} - {None, ""}) < 2:
@@ -113,7 +119,7 @@ def pack_by_topology(
 
 
 class _TopologySearch:
-    """Tries to pack workers onto nodes with given values of the topology label."""
+    """Tries to pack workers onto the nodes with given values of the topology label."""
 
     def __init__(
         self,
@@ -131,7 +137,8 @@ class _TopologySearch:
             request.role: _min_even_cpus(request, apart.even_cpus[request.role], spare)
             for request in requests
         }
-        self._free: dict[str, tuple[int, float]] = {}  # label value to free (GPUs, CPUs)
+        # For each label value, the free GPUs and the free CPUs of its nodes.
+        self._free: dict[str, tuple[int, float]] = {}
         pools = {request.role: request.pool.selector for request in requests}.values()
         for node in nodes:
             value = node.labels.get(key)
@@ -139,18 +146,24 @@ class _TopologySearch:
                 gpus, cpus = self._free.get(value, (0, 0.0))
                 self._free[value] = (gpus + node.gpus, cpus + node.cpus)
 
-        # Values with the most free GPUs come first, then those with the most free CPUs.
+        # Label values whose nodes have the most free GPUs, then the most free CPUs, come first.
         self._values = sorted(self._free, key=lambda v: (-self._free[v][0], -self._free[v][1], v))
 
     def on_one_value(self, goal: Sequence[PlacementRequest]) -> PackingResult | None:
-        """Pack all workers; use nodes with one label value for `goal`. Return None on failure."""
+        """Pack all workers, those of `goal` on nodes with one label value.
+
+        Return None if no label value has room for all workers of `goal`.
+        """
         attempts = (self._attempt(goal, (value,)) for value in self._values)
         return next((found for found in attempts if found is not None), None)
 
     def on_fewest_values(self, goal: Sequence[PlacementRequest]) -> PackingResult | None:
-        """Variant of `on_one_value` with as few label values as suffice, at least 2 and not all."""
-        # Bisect: more nodes hold more workers, with rare exceptions due to greedy packing. The set
-        # of all values is excluded, because it would give no locality.
+        """Pack all workers, those of `goal` on nodes with as few label values as possible.
+
+        Try 2 or more values, but not all of them. Return None if this is not possible.
+        """
+        # Bisect, because nodes with more label values nearly always have room for more workers.
+        # Not all label values are tried together, because that would give no locality.
         numbers = range(2, len(self._values))
         at = bisect_left(
             numbers, True, key=lambda number: self._attempt(goal, self._values[:number]) is not None
@@ -160,7 +173,10 @@ class _TopologySearch:
     def _attempt(
         self, goal: Sequence[PlacementRequest], values: Sequence[str]
     ) -> PackingResult | None:
-        """Pack all workers; use nodes with one of `values` for `goal`. Return None on failure."""
+        """Pack all workers, those of `goal` on nodes with one of `values`.
+
+        Return None if this is not possible.
+        """
         if not self._may_do(goal, values):
             return None
         packing = _Packing(
@@ -177,7 +193,10 @@ class _TopologySearch:
         return found
 
     def _may_do(self, goal: Sequence[PlacementRequest], values: Iterable[str]) -> bool:
-        """Return False if the nodes' total resources are too small; a cheap test before packing."""
+        """Return False if the nodes with `values` have too few free resources in total for `goal`.
+
+        This test is cheap and saves most packings that would fail.
+        """
         gpus = sum(self._free[value][0] for value in values)
         cpus = sum(self._free[value][1] for value in values)
         for request in goal:
@@ -190,14 +209,14 @@ class _TopologySearch:
 
 
 def _min_even_cpus(request: PlacementRequest, apart: float, spare: float) -> float:
-    """Return the minimum CPUs per rank that a packing with locality must give."""
+    """Return the minimum number of CPUs per rank that a packing with locality must give."""
     if request.cpus is not None:
         return 0.0
     return min(apart, GPU_CPUS) if request.gpus else apart - spare
 
 
 class _Packing:
-    """One packing of workers; nodes for which `is_near` is true are tried first."""
+    """One packing of workers. Nodes for which `is_near` returns True are tried first."""
 
     def __init__(
         self,
@@ -214,12 +233,10 @@ class _Packing:
         self._near = {role: list(filter(is_near, those)) for role, those in self._open.items()}
 
     def _order(self, request: PlacementRequest) -> tuple[bool, float, float, int]:
-        """Return the sort key of a worker.
+        """Return the key by which workers are sorted before packing.
 
         Initial workers come first, then workers with more GPUs, more CPUs, and fewer matching
-        nodes.
-
-        The sort is stable: workers with equal keys keep their order.
+        nodes. Workers with equal keys keep their order, because the sort is stable.
         """
         gpus, cpus = request.gpus * request.ranks, (request.cpus or 0) * request.ranks
         return request.may_wait, -gpus, -cpus, len(self._open[request.role])
@@ -227,7 +244,11 @@ class _Packing:
     def result(
         self, requests: Sequence[PlacementRequest], near: Collection[PlacementRequest] = ()
     ) -> PackingResult | None:
-        """Pack all requests that fit; return None if a request of `near` needs other nodes."""
+        """Pack all workers that fit.
+
+        Return None if a worker of `near` does not fit on the nodes for which `is_near` returns
+        True.
+        """
         needed = set(near)
         found = PackingResult({})
         for request in sorted(requests, key=self._order):
@@ -242,12 +263,12 @@ class _Packing:
 
 
 def _lowest_even_cpus(nodes: Iterable[NodeCapacity]) -> float:
-    """Return the smallest even share of CPUs of a rank on any node; `MIN_CPUS` if there is none."""
+    """Return the smallest even CPU share of any rank, or `MIN_CPUS` if no rank has one."""
     return min((node.even_cpus for node in nodes if node.num_even_ranks), default=MIN_CPUS)
 
 
 def _assign_nodes(request: PlacementRequest, nodes: Sequence[NodeCapacity]) -> bool:
-    """Reserve a node for each stage of a worker; reserve nothing if a stage does not fit."""
+    """Reserve a node for each stage of a worker. Reserve nothing if any stage does not fit."""
     before: list[tuple[NodeCapacity, float, int, int]] = []
     for _ in range(request.pool.pp):
         node = _best_node(request, nodes, [each for each, *_ in before])
@@ -271,8 +292,8 @@ def _best_node(
     fitting = [node for node in nodes if _fits(request, node)]
     if request.pool.stages == "spread":
         fitting = [node for node in fitting if node not in used]
-    # Prefer the emptiest node, so that identical workers spread and CPU shares are even, but keep
-    # the stages of one worker together.
+    # Prefer nodes that already have a stage of this worker, and then the emptiest node.
+    # Using the emptiest node spreads equal workers, so that they get equal CPU shares.
     beside = [node for node in fitting if node in used] if used else []
     return max(
         beside or fitting,

@@ -1,7 +1,7 @@
-"""Plans the placement groups of all workers from a specification and the nodes' free resources.
+"""Plans the Ray placement groups of all workers, from the specification and the free resources.
 
-`packing` checks that all workers fit. Ray then chooses the nodes itself, among the nodes with the
-required labels. The ranks of a stage form one bundle.
+The module `packing` checks that all workers fit. Ray itself then chooses the nodes, among the nodes
+with the required labels. All ranks of a pipeline stage form one bundle of the placement group.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -19,13 +19,14 @@ from penstock.cluster.placement.packing import (
 from penstock.cluster.spec import labels
 from penstock.cluster.spec.spec import ROLES, ClusterSpec, PoolSpec
 
-ROUTER_CPUS = 0.1  # not 0, or Ray's autoscaler would remove the router's node as idle
+# CPUs that Ray reserves for a router. With 0, Ray would remove the router's node as idle.
+ROUTER_CPUS = 0.1
 _NOTHING: Mapping[str, float] = MappingProxyType({})
 _NOWHERE: Mapping[str, str] = MappingProxyType({})
 
 
 class PlacementError(ValueError):
-    """A worker or router has no room; the message lists needed and free resources."""
+    """A worker or router has no room. The message lists the needed and the free resources."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,24 +41,28 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlacement:
-    """Plan of one worker: its name, and the bundles of its placement group, one per stage.
+    """The planned placement of one worker: its name and the bundles of its placement group.
 
-    Rank 0 is in the first bundle, the bundle of the last stage.
+    There is one bundle per pipeline stage. Rank 0 is in the first bundle, which is the bundle of
+    the last stage.
     """
 
     role: str
     index: int
     bundles: tuple[dict[str, float], ...]
-    threads: int  # per rank
-    gpus: int  # per rank
-    cpus: float  # per rank
-    tp: int = 1  # ranks per bundle
+    threads: int  # compute threads of each rank
+    gpus: int  # GPUs of each rank
+    cpus: float  # CPUs of each rank
+    tp: int = 1  # number of ranks of each bundle
     ep: int = 1
     strategy: str = "STRICT_PACK"
-    waits_for_node: bool = False  # may wait for a node that does not exist yet
-    labels: Mapping[str, str] = field(default_factory=dict)  # required labels of the worker's nodes
-    near: Mapping[str, str] = field(default_factory=dict)  # preferred labels, for locality
-    max_threads: int | None = None  # `threads` while the node's other workers are idle
+    waits_for_node: bool = False  # True if the worker may wait for a node that does not exist yet
+    # Labels that the worker's nodes must have.
+    labels: Mapping[str, str] = field(default_factory=dict)
+    # Labels that the worker's nodes should have, for locality.
+    near: Mapping[str, str] = field(default_factory=dict)
+    # Threads of each rank while the other workers of the node are idle.
+    max_threads: int | None = None
 
     @property
     def name(self) -> str:
@@ -72,19 +77,24 @@ class WorkerPlacement:
         return len(self.bundles)
 
     def selector(self, near: bool) -> dict[str, str]:
-        """Return the label selector of the worker's nodes, with the preferred labels if `near`."""
+        """Return the label selector of the worker's nodes.
+
+        Args:
+            near: whether the selector also contains the preferred labels.
+        """
         return {**(self.near if near else {}), **self.labels}
 
 
 def plan_placements(spec: ClusterSpec, nodes: Sequence[Node]) -> list[WorkerPlacement]:
     """Return the placements of all workers that `spec` allows, sorted by pool and worker number.
 
-    CPUs are divided among the initial workers and those that the autoscaler may start later. On an
-    existing Ray cluster, later workers need not fit now, because nodes can be added.
+    CPUs are divided among the initial workers and the workers that the autoscaler may start later.
+    On an existing Ray cluster, later workers need not fit now, because nodes can be added.
 
-    Ranks use GPUs if the pool's nodes have any, unless the pool sets `gpus`. With `pool_nodes`, a
-    worker also requests its pool's Ray resource and waits for a node with room. Its locality is
-    then decided by how the nodes were created.
+    Ranks use GPUs if a node of the pool has any. The pool's setting `gpus` overrides this.
+
+    With `pool_nodes`, a worker also requests its pool's Ray resource and waits for a node with
+    room. Its locality then depends on how the nodes were created.
 
     Raises:
         PlacementError: a router or an initial worker does not fit on `nodes`.
@@ -123,7 +133,7 @@ def plan_placements(spec: ClusterSpec, nodes: Sequence[Node]) -> list[WorkerPlac
 def _requests(pool: PoolSpec, role: str, nodes: Sequence[Node]) -> list[PlacementRequest]:
     gpus = pool.gpus
     if gpus is None:
-        # A pool that names an accelerator uses a GPU.
+        # A pool that requires a GPU type uses GPUs, even if no such node exists yet.
         own = (node for node in nodes if labels.match(pool.selector, node.labels))
         gpus = int(pool.accelerator is not None or any(node.gpus for node in own))
     return [PlacementRequest(pool, role, index, gpus, pool.cpus) for index in range(pool.most)]
@@ -135,21 +145,26 @@ def _packed(
     capacities: Sequence[NodeCapacity],
     nodes: Sequence[Node],
 ) -> PackingResult:
-    """Pack all workers; raise `PlacementError` if a worker that must fit has no room."""
+    """Pack all workers without locality.
+
+    Raises:
+        PlacementError: a worker has no room but must fit now.
+    """
     packed = pack(requests, capacities)
     for request in packed.unplaced:
-        # GPU workers that start later need not fit, because all pools share the GPU budget.
+        # A GPU worker that starts later need not fit, because all pools share the GPU budget.
         if not request.may_wait or (spec.ray_address is None and not request.gpus):
             raise PlacementError(
                 f"no room for {request.role} worker {request.index}, which needs "
                 f"{_describe_request(request)} (other workers were placed first); "
-                f"{describe_free(nodes, request.pool.selector)}: request less, or fewer workers"
+                f"{describe_free(nodes, request.pool.selector)}: request fewer resources or fewer "
+                "workers"
             )
     return packed
 
 
 def _fewest_cpus(request: PlacementRequest, nodes: Sequence[Node]) -> int:
-    """Return the CPUs of the smallest node on which a worker may run; 0: there is none."""
+    """Return the CPUs of the smallest node on which a worker may run, or 0 if there is no node."""
     able = [
         node.cpus
         for node in nodes
@@ -176,17 +191,18 @@ def _to_placement(
     spare: float = 0.0,
     most_threads: int = 0,
 ) -> WorkerPlacement:
-    # Round down to hundredths, so that after Ray's rounding the ranks still fit on the node.
+    # Round down to hundredths, so that the ranks still fit on the node after Ray's rounding.
     cpus = request.cpus if request.cpus is not None else int(even_cpus * 100 + 1e-6) / 100
     bundle = {"CPU": cpus * request.ranks} | dict(more)
     if request.gpus:
         bundle["GPU"] = float(request.gpus * request.ranks)
-    # Threads may also use the routers' CPUs, which are mostly idle: a worker that is alone on two
-    # cores gets two threads.
+    # Threads may also use the CPUs of the routers, which are mostly idle.
+    # For example, a worker that is alone on two cores gets two threads.
     usable = cpus if request.cpus is not None else cpus + spare + 1e-9
     pool = request.pool
     threads = pool.threads or max(1, int(usable))
-    is_fixed = bool(pool.threads) or request.cpus is not None  # set by the operator
+    # True if the operator has set the number of threads or CPUs.
+    is_fixed = bool(pool.threads) or request.cpus is not None
     return WorkerPlacement(
         role=request.role,
         index=request.index,
@@ -216,12 +232,16 @@ def _describe_request(request: PlacementRequest) -> str:
 
 
 def with_labels(selector: Mapping[str, str]) -> str:
-    """Return required labels as text like " with a=b and c=d"; "" if `selector` is empty."""
+    """Return required labels as text like " with a=b and c=d", or "" if `selector` is empty."""
     return f" with {labels.describe(selector, ' and ')}" if selector else ""
 
 
 def describe_free(nodes: Sequence[Node], keys: Collection[str] = ()) -> str:
-    """Describe each node's free CPUs and GPUs, and its values of the labels `keys`, as text."""
+    """Describe the free CPUs and GPUs of each node as text.
+
+    Args:
+        keys: label keys whose values are shown for each node.
+    """
     free = [f"{n.name}{_values(n, keys)}: {n.cpus:g} CPUs, {n.gpus} GPUs" for n in nodes]
     return "free resources: " + ("; ".join(free) if free else "none, there are no nodes")
 
@@ -236,13 +256,20 @@ def _values(node: Node, keys: Collection[str]) -> str:
 def describe_locality(
     spec: ClusterSpec, placements: Sequence[WorkerPlacement], nodes: Sequence[Node]
 ) -> str:
-    """Describe in one line the nodes chosen for locality; "" if there was nothing to choose."""
+    """Describe in one line on which nodes the workers are placed for locality.
+
+    Return "" if locality does not matter, because `pool_nodes` is set or the nodes have fewer than
+    two values of the topology label.
+    """
     key = spec.topology_key
     if spec.pool_nodes or len({node.labels.get(key) for node in nodes} - {None, ""}) < 2:
         return ""
     near = [placement for placement in placements if placement.near]
     if not near:
-        return f"workers run on any nodes: no {key}, nor a few together, has room and CPUs for all"
+        return (
+            f"workers run on any nodes: nodes with one or a few values of {key} have no room "
+            "for all of them"
+        )
     far = [placement.title for placement in placements if not placement.near]
     where = labels.describe(near[0].near)
     if not far:

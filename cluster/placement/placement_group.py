@@ -1,4 +1,4 @@
-"""Requests a worker's placement group from Ray, waits for its placement and releases it."""
+"""Requests a worker's placement group from Ray, waits until it is placed, and releases it."""
 
 import asyncio
 
@@ -19,16 +19,18 @@ from penstock.cluster.ray_session import free_nodes
 from penstock.cluster.status.status_events import Progress, Report
 
 PLACEMENT_TIMEOUT_SECONDS = 60  # time limit for Ray to grant resources that seem free
-EXPLAIN_WAIT_SECONDS = 5  # after this wait, report which resources are missing
-SECONDS_NEAR = 20  # wait this long for nodes near other workers, then accept any node
+EXPLAIN_WAIT_SECONDS = 5  # after this wait, the progress report names the missing resources
+# Nodes with the preferred labels are awaited for this long. Then any node is accepted.
+SECONDS_NEAR = 20
 
 
 class Reservation:
-    """The placement group of one worker; successive processes of the worker reuse the group.
+    """The placement group of one worker, which all successive processes of the worker use.
 
     When a node dies, Ray places the group again by itself, with the same labels. Ray treats the
-    preferred labels as required and would wait forever if those nodes are full. `acquire` therefore
-    replaces the group by one without the preferred labels after `SECONDS_NEAR`.
+    preferred labels as required, so it would wait forever if the nodes with these labels are full.
+    `acquire` therefore replaces the group after `SECONDS_NEAR` by a group without the preferred
+    labels.
 
     Args:
         placement: name, bundles and labels of the worker.
@@ -42,28 +44,28 @@ class Reservation:
         self._is_near = False
 
     async def acquire(self, wait_for_node: bool) -> None:
-        """Create the group if there is none, and wait until Ray has placed the group.
+        """Create the placement group if it does not exist, and wait until Ray has placed it.
 
         Args:
-            wait_for_node: wait without a time limit.
+            wait_for_node: whether to wait without a time limit.
 
         Raises:
-            PlacementError: the group was not placed in time.
+            PlacementError: Ray did not place the group within the time limit.
         """
         group = self.group
         if group is None:
-            self._report_progress("waiting for its place")
+            self._report_progress("waiting for resources")
             group = self._create_group(near=bool(self._placement.near))
         elif await self.is_lost():
-            self._report_progress("waiting for its place again")
+            self._report_progress("waiting for resources again")
         waited = 0
         while wait_for_node or waited < PLACEMENT_TIMEOUT_SECONDS:
-            # Wait one second per call, because the waiting thread cannot be cancelled.
+            # Wait for only one second per call, because a waiting thread cannot be cancelled.
             if await asyncio.to_thread(group.wait, 1):
                 return
             waited += 1
             if waited == EXPLAIN_WAIT_SECONDS:
-                self._report_progress(f"waiting for its place: no {self._describe_bundle()} free")
+                self._report_progress(f"waiting for resources: no {self._describe_bundle()} free")
             if self._is_near and waited >= SECONDS_NEAR:
                 self._report_progress("no room near the other workers: accepting any node")
                 self.release()
@@ -74,7 +76,7 @@ class Reservation:
         )
 
     def release(self) -> None:
-        """Remove the group; Ray then ends the processes in the group."""
+        """Remove the placement group. Ray then ends the processes in the group."""
         if self.group is not None:
             remove_placement_group(self.group)
             self.group = None
@@ -92,7 +94,10 @@ class Reservation:
         return group
 
     async def is_lost(self) -> bool:
-        """Return True if the group is not placed: not yet, or not again after a node died."""
+        """Return True if the placement group has no nodes.
+
+        Ray has then not placed the group yet, or one of its nodes has died.
+        """
         assert self.group is not None
         found = await asyncio.to_thread(placement_group_table, self.group)
         return bool(found["state"] != "CREATED")
@@ -101,7 +106,7 @@ class Reservation:
         self._report(self._placement.title, Progress(stage))
 
     def _describe_bundle(self) -> str:
-        """Return the needs of a bundle as text like "node with a=b has CPU 4, GPU 1"."""
+        """Return the resources of a bundle as text like "node with a=b has CPU 4, GPU 1"."""
         amounts = (f"{what} {amount:g}" for what, amount in self._placement.bundles[0].items())
         node = f"node{with_labels(self._placement.selector(self._is_near))}"
         return f"{node} has {', '.join(amounts)}"

@@ -1,6 +1,6 @@
-"""Merges the states that the routers of one cluster report. Pure code, no I/O.
+"""Merges the states that the routers of a cluster report. This module does no I/O.
 
-Each worker reports its whole load to every router; each router knows only its own queue.
+Each worker reports its whole load to every router, but each router knows only its own queue.
 """
 
 from collections import Counter
@@ -12,14 +12,23 @@ from penstock.router.observability.snapshot import ClusterState, PoolState, Rout
 
 
 class ClusterAggregator:
-    """Merges router states; keeps each router's totals, as a restarted router counts from 0."""
+    """Merges the states of all routers, and sums their prompt tokens over router restarts.
+
+    A restarted router counts from 0 again, so the last total of each router is kept.
+    """
 
     def __init__(self) -> None:
-        self._counted: dict[str, int] = {}  # router name to its last total of prompt tokens
+        # The last total of prompt tokens that each router reported, by router name.
+        self._counted: dict[str, int] = {}
         self._total = 0
 
     def sum(self, states: Mapping[str, ClusterState | None]) -> ClusterState | None:
-        """Merge the states of the routers (None: no reply); return None if no router replied."""
+        """Merge the states of the routers. Return None if no router replied.
+
+        Args:
+            states: state of each router, by router name. None stands for a router that did not
+                reply.
+        """
         received = {name: state for name, state in states.items() if state is not None}
         if not received:
             return None
@@ -49,7 +58,13 @@ class ClusterAggregator:
 def router_states(
     states: Mapping[str, ClusterState | None], addresses: Mapping[str, tuple[str, str, str]]
 ) -> list[RouterState]:
-    """Return the state of each router (`down` if it did not reply), with its addresses."""
+    """Return the state of each router with its addresses.
+
+    A router that did not reply has the state "down".
+
+    Args:
+        addresses: the HTTP, gRPC and operators' address of each router, by router name.
+    """
     found = []
     for name, state in states.items():
         own = RouterState(name, "down")
@@ -61,7 +76,7 @@ def router_states(
 
 
 def _prefill_decisions(states: Sequence[ClusterState]) -> dict[str, int]:
-    """Return the number of prompts for each prefill decision, summed over the routers."""
+    """Return how often each kind of prefill placement was chosen, summed over the routers."""
     total: Counter[str] = Counter()
     for state in states:
         total.update(state.placed)
@@ -69,7 +84,11 @@ def _prefill_decisions(states: Sequence[ClusterState]) -> dict[str, int]:
 
 
 def _workers(states: Sequence[ClusterState]) -> list[WorkerState]:
-    """Return the workers sorted by name, each as the first router with its `numbers` sees it."""
+    """Return the states of all workers, sorted by name.
+
+    A worker's state is that of the first router that knows the worker's statistics (`numbers`). The
+    requests of all routers are added up.
+    """
     found: dict[str, WorkerState] = {}
     requests: dict[str, int] = {}
     for state in states:
@@ -82,7 +101,7 @@ def _workers(states: Sequence[ClusterState]) -> list[WorkerState]:
 
 
 def _pools(states: Sequence[ClusterState]) -> list[PoolState]:
-    """Return the pools sorted by name, with the queue lengths of all routers added up."""
+    """Return the states of all pools, sorted by name, with the queues of all routers added up."""
     found: dict[str, list[PoolState]] = {}
     for state in states:
         for pool in state.pools:

@@ -1,4 +1,4 @@
-"""A router as the supervisor manages it: its process, and the workers and roles that it knows."""
+"""The supervisor's view of one router: its process, and the workers and roles to send to it."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -16,14 +16,14 @@ from penstock.router.observability.snapshot import ClusterState, RouterState, Sc
 
 
 class ManagedRouter:
-    """A router, and the worker addresses and roles to send to each new process of the router.
+    """A router, and the worker addresses and roles that each new process of the router must get.
 
     Args:
         config: configuration of the router's first process.
         report: called with the events of the router's processes.
-        own_node: whether to require a node with the Ray resource `router`.
+        own_node: whether the router needs a node with the Ray resource `router`.
         with_events: whether routers and workers also log events of single requests.
-        roles: roles set by operators; one object for all routers of a cluster.
+        roles: worker roles that operators have set. All routers of a cluster share this object.
     """
 
     def __init__(
@@ -36,20 +36,23 @@ class ManagedRouter:
     ) -> None:
         self.title = config.name.replace("-", " ")
         self.config = config
-        self.with_events = with_events  # also applies to the router's workers
+        self.with_events = with_events  # the setting also applies to the workers of the router
         self.given_up = False
         self._resources = {"router": 1} if own_node else {}
         self.ready = asyncio.Event()
-        self.addresses = ("", "", "")  # HTTP, gRPC, and HTTP for operators
+        # The HTTP and gRPC addresses, and the HTTP address for operators.
+        self.addresses = ("", "", "")
         self.actor: ActorHandle | None = None
-        self.declare_dead: dict[str, Callable[[str], None]] = {}  # worker name to callback
+        # For each worker, by name, the function that declares it dead for a given reason.
+        self.declare_dead: dict[str, Callable[[str], None]] = {}
         self._report = report
-        self._worker_addresses: dict[str, str] = {}  # ready workers: name to host:port
+        # Address (host:port) of each ready worker, by worker name.
+        self._worker_addresses: dict[str, str] = {}
         self._roles = roles or RoleRegistry()
         self._role_tasks: set[asyncio.Task[None]] = set()
 
     async def reserve(self) -> None:
-        """Do nothing: Ray starts the process once a node has room."""
+        """Do nothing, because Ray itself starts the process once a node has room."""
 
     def make(self) -> ActorHandle:
         remote = ray.remote(num_cpus=ROUTER_CPUS, resources=self._resources, **NO_RAY_RESTARTS)(
@@ -63,7 +66,7 @@ class ManagedRouter:
 
     @property
     def waiting_for(self) -> str:
-        """Text about the resource for which the router waits; empty if unknown or not waiting."""
+        """Text about the resource for which the router waits, or "" if no such wait is known."""
         if self._resources and self.actor is not None and self.actor.process is None:
             return "no node with the Ray resource `router` has room yet"
         return ""
@@ -82,7 +85,7 @@ class ManagedRouter:
 
     async def on_ready(self, addresses: tuple[str, str, str]) -> None:
         self.addresses = addresses
-        # The next process must listen on the same ports.
+        # A restarted router must listen on the same ports as the first process.
         http, grpc, admin = (int(address.rpartition(":")[2]) for address in addresses)
         self.config = replace(self.config, http_port=http, grpc_port=grpc, admin_port=admin)
         await self._send_workers()
@@ -96,12 +99,12 @@ class ManagedRouter:
         await self._send_workers()
 
     async def on_worker_drained(self, name: str) -> None:
-        """Remove the address of a worker that has drained."""
+        """Stop sending requests to a worker that has drained, by removing its address."""
         if self._worker_addresses.pop(name, None) is not None:
             await self._send_workers()
 
     async def snapshot(self) -> ClusterState | None:
-        """Return the cluster's state as the router sees it; None while the router does not run."""
+        """Return the cluster's state as the router sees it, or None if the router does not run."""
         state: ClusterState | None = None
         if self.actor is not None and self.actor.up:
             state = await self.actor.call("snapshot")
@@ -110,12 +113,12 @@ class ManagedRouter:
         return state
 
     async def show_cluster(self, scaling: Scaling, routers: Sequence[RouterState]) -> None:
-        """Send the router the autoscaling status and all routers' states, for its `/status`."""
+        """Send the autoscaling status and all router states, which the router's `/status` shows."""
         if self.actor is not None and self.actor.up:
             await self.actor.call("show_cluster", scaling, list(routers))
 
     async def drain(self, seconds: float) -> None:
-        """Refuse new requests; running requests have `seconds` to end."""
+        """Refuse new requests. Running requests have `seconds` to end."""
         if self.actor is not None and self.actor.up:
             await self.actor.drain(seconds)
 
@@ -126,12 +129,13 @@ class ManagedRouter:
 
     async def on_worker_exit(self, name: str) -> None:
         gone = self._worker_addresses.pop(name, None) is not None
-        # Skip a router that is starting: it gets the current workers once it is ready.
+        # A router that is still starting gets the current workers once it is ready.
         if gone and self.actor is not None and self.actor.up:
             await self.actor.call("worker_died", name)
 
     async def _send_workers(self) -> None:
-        await self._send_roles()  # first, because roles decide how workers are used
+        # Send roles first, because they decide how the router uses the workers.
+        await self._send_roles()
         if self.actor is not None and self.actor.up:
             await self.actor.call("set_workers", dict(self._worker_addresses))
 

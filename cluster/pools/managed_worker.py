@@ -1,4 +1,4 @@
-"""A worker as the supervisor manages it: its configuration, placement and processes."""
+"""The supervisor's view of one worker: its configuration, its placement and its processes."""
 
 import asyncio
 from collections.abc import Callable
@@ -15,13 +15,14 @@ from penstock.cluster.processes.rank_group import RankGroup
 from penstock.cluster.status.status_events import Progress, Report, StatusEvent
 from penstock.workers.config import WorkerConfig
 
-PLACEMENT_CHECK_SECONDS = 5.0  # interval of placement checks while a worker starts
+PLACEMENT_CHECK_SECONDS = 5.0  # interval at which the placement is checked while a worker starts
 
 
 class WorkerListener(Protocol):
-    """Receives the addresses and exits of workers, and can declare workers dead."""
+    """Receives the addresses and exits of workers, and may declare a worker dead."""
 
-    declare_dead: dict[str, Callable[[str], None]]  # worker name to callback with the reason
+    # For each worker, by name, the function that declares it dead for a given reason.
+    declare_dead: dict[str, Callable[[str], None]]
 
     @property
     def with_events(self) -> bool: ...
@@ -34,12 +35,12 @@ class WorkerListener(Protocol):
 
 
 class ManagedWorker:
-    """A worker; all its processes, one after another, use one placement group.
+    """A worker whose successive processes all use the same placement group.
 
     Args:
         placement: name and resources of the worker.
         config: configuration of the worker's processes.
-        listener: receives the worker's addresses and exits; usually the `RouterSet`.
+        listener: receives the worker's addresses and exits. This is usually the `RouterSet`.
         report: called with the events of the worker's processes.
     """
 
@@ -63,17 +64,17 @@ class ManagedWorker:
         self._report = report
 
     async def reserve(self) -> None:
-        """Acquire the placement group for the next process.
+        """Wait until the placement group has room for the next process of the worker.
 
-        A worker that has served before, or whose node may be added later, waits without a limit.
+        The wait has no time limit if the worker has served before or if nodes may still be added.
 
         Raises:
-            PlacementError: no node has room, and the time limit has passed.
+            PlacementError: no node had room within the time limit.
         """
         await self._reservation.acquire(self._placement.waits_for_node or self.ready.is_set())
 
     async def drain(self, seconds: float) -> None:
-        """Refuse new requests; running requests have `seconds` to end or move to other workers."""
+        """Refuse new requests. Running requests have `seconds` to end or move to other workers."""
         if self.serves and self.rank_group is not None:
             await self.rank_group.drain(seconds)
 
@@ -100,9 +101,10 @@ class ManagedWorker:
         return self.rank_group
 
     async def _watch_placement(self, rank_group: RankGroup) -> None:
-        """Kill a starting worker if its placement is lost, so that `reserve` is called again.
+        """Kill a starting worker that has lost its placement, so that the worker is started again.
 
-        Ray may detect a dead node only while a worker starts on that node; the start would hang.
+        Ray may notice the death of a node only after it has granted the placement. Without this
+        check, the start of a worker on that node would hang.
         """
         await asyncio.sleep(PLACEMENT_CHECK_SECONDS)
         while not await self._reservation.is_lost():
@@ -118,7 +120,7 @@ class ManagedWorker:
             **NO_RAY_RESTARTS,
         )(WorkerActor)
         title = f"{self.title}, rank {rank}"
-        # Report progress of rank 0 only, because all ranks make the same progress.
+        # All ranks make the same progress, so only the progress of rank 0 is reported.
         report = self._report if rank == 0 else _without_progress(self._report)
         actor = remote.remote(title, self._listener.with_events)
         return ActorHandle(self.title, actor, report, self.config.step_timeout_seconds)

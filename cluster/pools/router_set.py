@@ -10,20 +10,22 @@ from penstock.cluster.pools.managed_router import ManagedRouter
 from penstock.cluster.status.status_events import Draining, Report
 from penstock.router.observability.snapshot import ClusterState, RouterState, Scaling
 
-CALL_TIMEOUT_SECONDS = 5.0  # a stuck router must not delay the other routers' updates
-DRAIN_REPORT_SECONDS = 5.0  # interval of reports during a drain
+# Time limit of a call to one router, so that a stuck router does not delay the others.
+CALL_TIMEOUT_SECONDS = 5.0
+DRAIN_REPORT_SECONDS = 5.0  # interval of progress reports during a drain
 
 T = TypeVar("T")
 
 
 class RouterSet:
-    """All routers of a cluster. Create it on the event loop."""
+    """All routers of a cluster. Must be created on the event loop."""
 
     def __init__(self, routers: Sequence[ManagedRouter]) -> None:
         self.all = routers
         self.declare_dead: dict[str, Callable[[str], None]] = {}
         for router in routers:
-            router.declare_dead = self.declare_dead  # any router may report a worker as stuck
+            # Any router may report a worker as stuck, so all routers share `declare_dead`.
+            router.declare_dead = self.declare_dead
         self._aggregator = ClusterAggregator()
         self._router_states: Sequence[RouterState] = ()
 
@@ -33,16 +35,16 @@ class RouterSet:
 
     @property
     def addresses(self) -> list[tuple[str, str, str]]:
-        """HTTP and gRPC address of each router, and the HTTP address for operators."""
+        """The HTTP, gRPC and operators' (HTTP) address of each router."""
         return [router.addresses for router in self.all]
 
     @property
     def is_lost(self) -> bool:
-        """True if every router has failed to start too often."""
+        """True if no router is left, because each of them has failed to start too often."""
         return all(router.given_up for router in self.all)
 
     async def ready(self) -> None:
-        """Wait until all routers listen."""
+        """Wait until all routers accept connections."""
         for router in self.all:
             await router.ready.wait()
 
@@ -63,7 +65,7 @@ class RouterSet:
         await _gather_bounded(router.on_worker_exit(name) for router in self.all)
 
     async def snapshot(self) -> ClusterState | None:
-        """Return the merged state of all routers; None if no router replies."""
+        """Return the merged state of all routers, or None if no router replies."""
         names = [router.config.name for router in self.all]
         states = await _gather_bounded(router.snapshot() for router in self.all)
         by_name = dict(zip(names, states, strict=True))
@@ -77,7 +79,10 @@ class RouterSet:
         )
 
     async def drain(self, seconds: float, report: Report) -> None:
-        """Refuse new requests, let running requests end within `seconds`, and report progress."""
+        """Drain all routers, and report the progress periodically.
+
+        The routers refuse new requests. Running requests have `seconds` to end.
+        """
         report("", Draining(seconds))
         reporting = asyncio.create_task(self._report_drain(seconds, report))
         try:
@@ -99,7 +104,10 @@ class RouterSet:
 
 
 async def _gather_bounded(calls: Iterable[Awaitable[T]]) -> list[T | None]:
-    """Return the result of each call; None for a timed-out call, which may still take effect."""
+    """Wait for all calls and return the result of each.
+
+    The result of a call that timed out is None. The call may still take effect.
+    """
     return await asyncio.gather(*map(_bounded, calls))
 
 

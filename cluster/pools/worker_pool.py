@@ -1,4 +1,4 @@
-"""Starts the workers of one pool, replaces dead workers, and drains surplus workers."""
+"""Starts the workers of one pool, restarts dead workers, and drains surplus workers."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
@@ -16,7 +16,7 @@ Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 
 
 class Worker(Managed, Protocol):
-    """A worker of a pool; implemented by `ManagedWorker`."""
+    """A worker of a pool, as `ManagedWorker` implements it."""
 
     @property
     def ready(self) -> asyncio.Event:
@@ -27,7 +27,7 @@ class Worker(Managed, Protocol):
     def serves(self) -> bool: ...
 
     async def drain(self, seconds: float) -> None:
-        """Refuse new requests; running requests have `seconds` to end or move to other workers."""
+        """Refuse new requests. Running requests have `seconds` to end or move to other workers."""
         ...
 
     async def shut_down(self) -> None:
@@ -41,10 +41,10 @@ class Worker(Managed, Protocol):
 
 @dataclass(slots=True)
 class _WorkerEntry:
-    """The state of a placement that is in use."""
+    """State of a placement that has a worker."""
 
     worker: Worker
-    task: asyncio.Task[None] | None = None  # task that restarts the worker
+    task: asyncio.Task[None] | None = None  # the task that keeps the worker running and restarts it
     is_draining: bool = False
     has_failed: bool = False
 
@@ -58,17 +58,18 @@ class _WorkerEntry:
 
 
 class WorkerPool:
-    """The workers of one pool.
+    """All workers of one pool.
 
     Args:
-        placements: one for each worker that the pool may have.
+        placements: one placement for each worker that the pool may have.
         make: creates the worker of a placement.
-        spawn: starts a background task; an exception in the task ends the cluster.
+        spawn: starts a background task. An exception in the task ends the cluster.
         drain_seconds: time limit for draining a worker.
         report: called with status events.
-        on_given_up: called with the title of a worker that cannot be started, its failure, and the
-            seconds until the placement may be used again. If it raises, the cluster ends.
-        pause: waits a given number of seconds.
+        on_given_up: called when a worker could not be started, with the worker's title, the
+            failure, and the seconds until the placement may be used again. If it raises, the
+            cluster ends.
+        pause: waits for a given number of seconds.
     """
 
     def __init__(
@@ -93,14 +94,14 @@ class WorkerPool:
 
     @property
     def workers(self) -> Sequence[Worker]:
-        """All current workers, in any state."""
+        """All workers that have a placement, in any state."""
         return [post.worker for post in self._entries.values()]
 
     def phases(self, reassigned: Collection[str] = ()) -> dict[str, Phase]:
         """Return the phase of each placement, by worker name.
 
         Args:
-            reassigned: names of workers whose role an operator changed.
+            reassigned: names of workers whose role an operator has changed.
         """
         posts = (
             (placement.name, self._entries.get(placement.name)) for placement in self._placements
@@ -118,9 +119,9 @@ class WorkerPool:
         """Begin to start or drain workers, in order to reach `wanted` workers.
 
         Args:
-            wanted: number of workers to reach, not counting draining and reassigned workers.
+            wanted: number of workers to reach. Draining and reassigned workers do not count.
             busy: load of each worker, by worker name.
-            reassigned: names of workers whose role an operator changed; these workers are kept.
+            reassigned: names of workers whose role an operator has changed. They are not drained.
         """
         numbered = {
             at: busy.get(placement.name, 0.0) for at, placement in enumerate(self._placements)
@@ -144,12 +145,12 @@ class WorkerPool:
         seconds = self._backoffs[name].after_giving_up(served=entry.worker.ready.is_set())
         self._on_given_up(entry.worker.title, failure, seconds)
         await self._pause(seconds)
-        del self._entries[name]  # the next `scale_to` may use the placement again
+        del self._entries[name]  # from now on, `scale_to` may use the placement again
 
     async def _drain_and_remove(self, name: str) -> None:
         post = self._entries[name]
         assert post.task is not None
-        post.task.cancel()  # a worker that dies now must not be restarted
+        post.task.cancel()  # a worker that dies while it drains must not be restarted
         await asyncio.wait((post.task,))
         if post.worker.serves:
             self._report(post.worker.title, Progress("draining: fewer workers are enough"))

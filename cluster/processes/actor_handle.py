@@ -1,4 +1,4 @@
-"""The driver's handle of one process on Ray: starts, calls, monitors and kills the process."""
+"""Lets the supervisor start, call, monitor and kill one process that runs on Ray."""
 
 import asyncio
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from penstock.cluster.status.status_events import ProcessEvent, Progress
 SECONDS_TO_STOP = 10.0
 RETRY_SECONDS = 0.5
 PING_TIMEOUT_SECONDS = 30.0
-DRAIN_REPLY_SECONDS = 5.0  # extra time for the reply to a drain request
+DRAIN_REPLY_SECONDS = 5.0  # extra seconds for the reply to a drain request
 
 
 class StartFailed(RuntimeError):
@@ -25,7 +25,8 @@ class StartFailed(RuntimeError):
     Args:
         title: name of the process.
         reason: the cause, in one line.
-        certain: True if the process itself reported the error, so that a retry would fail again.
+        certain: True if the process itself reported the error, so that another start would fail
+            too.
     """
 
     def __init__(self, title: str, reason: str, certain: bool) -> None:
@@ -35,13 +36,13 @@ class StartFailed(RuntimeError):
 
 
 class ActorHandle:
-    """Handle of one actor process on Ray.
+    """Handle of one process that Ray runs as an actor.
 
     Args:
         title: name of the process in reports.
-        actor: Ray's handle of the actor; must not be used elsewhere.
+        actor: Ray's handle of the actor. It must not be used elsewhere.
         on_event: called with the title and each event of the process.
-        ping_timeout: seconds without a reply, after which a started process counts as dead.
+        ping_timeout: seconds without a reply after which a started process counts as dead.
     """
 
     def __init__(
@@ -56,34 +57,41 @@ class ActorHandle:
         self._actor = actor
         self._on_event = on_event
         self._ping_timeout = ping_timeout
-        self._process: ProcessId | None = None  # known once the process has started
+        self._process: ProcessId | None = None  # None until the process has started
         self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._events_task = asyncio.create_task(self._poll_events())
         self._ping_task: asyncio.Task[None] | None = None
 
     async def start(self, config: object) -> Any:
-        """Start the hosted router or worker; return its address, or raise `StartFailed`."""
+        """Start the hosted router or worker and return its address.
+
+        Raises:
+            StartFailed: the router or worker did not become ready.
+        """
         where = await self.call_start("start", config)
         self.up = True
         self.start_pinging()
         return where
 
     def start_pinging(self) -> None:
-        """Ping the process from now on; call this after loading, because loading delays replies."""
+        """Begin to ping the process, in order to detect that it hangs.
+
+        Call this only after the model is loaded, because loading delays replies.
+        """
         if self._ping_task is None:
             self._ping_task = asyncio.create_task(self._ping_forever())
 
     @property
     def process(self) -> ProcessId | None:
-        """Id of the process; None until it has started."""
+        """Id of the process, or None until the process has started."""
         return self._process
 
     def kill_by_ray(self) -> None:
-        """Kill the process through Ray; `death` then returns as after any other exit."""
+        """Kill the process through Ray. `death` then returns, as it does after any other exit."""
         ray.kill(self._actor)
 
     async def call_start(self, method: str, *arguments: object) -> Any:
-        """Call an actor method during process startup; raise `StartFailed` if the call fails."""
+        """Call an actor method while the process starts. Raise `StartFailed` if the call fails."""
         try:
             return await getattr(self._actor, method).remote(*arguments)
         except RayError as error:
@@ -91,7 +99,7 @@ class ActorHandle:
             raise StartFailed(self.title, _reason(error), certain) from None
 
     async def death(self) -> str:
-        """Wait until the process is dead or declared dead; return the reason, in one line."""
+        """Wait until the process is dead or declared dead. Return the reason, in one line."""
         return await asyncio.shield(self._death)
 
     def declare_dead(self, reason: str) -> None:
@@ -100,29 +108,30 @@ class ActorHandle:
             self._death.set_result(reason)
 
     async def call(self, method: str, *arguments: object) -> Any:
-        """Call an actor method; return None if the process is dead (`death` gives the reason)."""
+        """Call a method of the actor. Return None if the process is dead."""
         with suppress(RayActorError):
             return await getattr(self._actor, method).remote(*arguments)
 
     async def drain(self, seconds: float) -> None:
-        """Call the actor's `drain`; wait for its end, but not much longer than `seconds`."""
+        """Drain the hosted router or worker, which takes little more than `seconds` at most."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds + DRAIN_REPLY_SECONDS):
                 await self.call("drain", seconds)
 
     async def stop(self) -> None:
-        """Request a stop, wait for up to `SECONDS_TO_STOP`, then kill the process."""
+        """Send a stop request to the process, wait up to `SECONDS_TO_STOP`, then kill it."""
         if self.up:
             with suppress(RayError, TimeoutError):
                 await asyncio.wait_for(self.call("stop"), SECONDS_TO_STOP)
         self.kill()
 
     def kill(self) -> None:
-        """Kill the process, whether or not it still responds."""
+        """Kill the process, even if it no longer responds."""
         self._events_task.cancel()
         if self._ping_task is not None:
             self._ping_task.cancel()
-        ray.kill(self._actor)  # sends a message, which a process stopped by SIGSTOP never reads
+        # Ray only sends a message, which a process stopped by SIGSTOP never reads.
+        ray.kill(self._actor)
         if self._process is not None:
             process_id.kill(self._process)
 
@@ -132,11 +141,12 @@ class ActorHandle:
                 if self._process is None:
                     self._process = await self._actor.identify.remote()
                 for item in await self._actor.next_events.remote():
-                    # Drop old progress events: Ray may deliver them after the reply to `start`.
+                    # Ray may deliver progress events late, so ignore them once the process is up.
                     if not (self.up and isinstance(item, Progress)):
                         self._on_event(self.title, item)
             except ActorUnavailableError:
-                await asyncio.sleep(RETRY_SECONDS)  # unreachable now, but the process may be alive
+                # The process cannot be reached now, but may still be alive.
+                await asyncio.sleep(RETRY_SECONDS)
             except RayError as error:
                 self.declare_dead(_reason(error))
                 return
@@ -148,8 +158,8 @@ class ActorHandle:
 
     async def _is_responsive(self) -> bool:
         ping = asyncio.create_task(self._ping())
-        # Wait twice for half the timeout. If this driver process itself was paused, the first wait
-        # may time out before the reply is read; the second wait then gets the reply.
+        # If this process itself was paused, a wait may end although the reply has arrived.
+        # Therefore wait twice for half the timeout, so that the second wait finds the reply.
         for _ in range(2):
             done, _ = await asyncio.wait({ping}, timeout=self._ping_timeout / 2)
             if done:
@@ -158,7 +168,7 @@ class ActorHandle:
         return False
 
     async def _ping(self) -> None:
-        with suppress(RayError):  # a dead process is detected by `_poll_events`
+        with suppress(RayError):  # `_poll_events` detects a dead process
             await self._actor.ping.remote()
 
 

@@ -1,8 +1,8 @@
-"""Ray actors: each actor hosts a router or one rank of a worker in a process of its own.
+"""Ray actors. Each actor is a process that hosts a router or one rank of a worker.
 
-The classes are plain Python classes; the supervisor turns them into Ray actors. Ray carries only
-control messages: start, stop, events. The driver always has a pending call of `next_events`; when
-this call fails, the process is dead.
+The classes here are plain Python classes, from which the supervisor makes Ray actors. Ray carries
+only control messages, such as start, stop and events. The supervisor always has a pending call of
+`next_events`. If this call fails, the process is dead.
 """
 
 import asyncio
@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 import ray.util
 
-# Use Ray's copy of setproctitle: it moved the title in memory, where
-# another copy would not find it.
+# Use Ray's copy of setproctitle, because it has moved the process title in memory.
+# Another copy of setproctitle would not find the title.
 from ray._raylet import setproctitle  # type: ignore[attr-defined]
 
 from penstock.cluster.kubernetes import node_drain, readiness_probe
@@ -41,17 +41,17 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Ray must neither repeat calls nor restart actors: the supervisor replaces them.
+# Ray must neither repeat calls nor restart actors, because the supervisor replaces dead actors.
 NO_RAY_RESTARTS = {"max_restarts": 0, "max_task_retries": 0}
 
 
 def freeze_heap() -> None:
-    """Collect garbage once and exclude all current objects from later collections.
+    """Collect garbage once and exclude all present objects from later garbage collections.
 
-    The current objects live as long as the process. A full collection would scan them and pause all
-    streams (0.3 s in a worker).
+    The present objects live as long as the process. A full collection would scan them, which would
+    pause all response streams (for 0.3 s in a worker).
     """
-    gc.unfreeze()  # `importing` has frozen garbage too
+    gc.unfreeze()  # `importing` has also frozen objects that are garbage
     gc.collect()
     gc.freeze()
 
@@ -60,8 +60,8 @@ def freeze_heap() -> None:
 def importing() -> Iterator[None]:
     """Import libraries without garbage collections, and exclude their objects from later ones.
 
-    The imports of a worker make hundreds of thousands of objects and almost no garbage. Collections
-    would take a fifth of the CPU time.
+    The imports of a worker create hundreds of thousands of objects and almost no garbage. Garbage
+    collections would take a fifth of the imports' CPU time.
     """
     gc.disable()
     try:
@@ -72,15 +72,16 @@ def importing() -> Iterator[None]:
 
 
 class _ProcessActor:
-    """Base class of both actors: process title, event queue, ping.
+    """Base class of both actors, with the process title, the event queue and the reply to pings.
 
     Args:
         title: name of the process.
-        with_events: send INFO records (such as one per request), not only warnings and errors.
+        with_events: whether to send INFO records (such as one per request) as well as warnings and
+            errors.
     """
 
     def __init__(self, title: str, with_events: bool = False) -> None:
-        os.environ.update(OFFLINE)  # not set by the nodes of a running Ray cluster
+        os.environ.update(OFFLINE)  # the nodes of a running Ray cluster do not set these variables
         self._title = f"penstock: {title}"
         self._level = logging.INFO if with_events else logging.WARNING
         setproctitle(self._title)
@@ -89,18 +90,21 @@ class _ProcessActor:
         self._title_task: asyncio.Task[None] | None = None
 
     async def identify(self) -> ProcessId:
-        """Return the id that the driver needs to kill this process."""
+        """Return the id that the supervisor needs to kill this process."""
         return process_id.own_id()
 
     async def ping(self) -> None:
-        """Do nothing; the reply shows that the event loop runs."""
+        """Do nothing. The reply shows that the event loop runs."""
 
     async def next_events(self) -> list[ProcessEvent]:
-        """Wait for new events and return them, see `EventQueue.next`; fails if the process dies."""
+        """Wait for new events and return them (see `EventQueue.next`).
+
+        The supervisor's call of this method fails if the process dies.
+        """
         return await self._open_events().next()
 
     def _open_events(self) -> EventQueue:
-        # Created here, because __init__ does not run on the event loop.
+        # The queue is created here, because `__init__` does not run on the event loop.
         if self._events is None:
             self._events = EventQueue()
             logging.getLogger("penstock").setLevel(self._level)
@@ -110,7 +114,7 @@ class _ProcessActor:
         return self._events
 
     async def _keep_title(self) -> None:
-        # Ray sets its own title at every actor call, so restore ours periodically.
+        # Ray sets its own process title at every actor call, so ours is restored periodically.
         while True:
             setproctitle(self._title)
             await asyncio.sleep(0.5)
@@ -129,9 +133,12 @@ class WorkerActor(_ProcessActor):
         self._readiness_task: asyncio.Task[None] | None = None
 
     async def open_rendezvous(self, config: "WorkerConfig") -> str:
-        """Open the rendezvous of the worker's ranks; return its address or raise `ActorFailed`.
+        """Open the rendezvous through which the worker's ranks connect, and return its address.
 
-        Called on rank 0 of a worker with several ranks, before `start`.
+        Rank 0 of a worker with several ranks calls this before `start`.
+
+        Raises:
+            ActorFailed: the rendezvous could not be opened.
         """
         await self._load_libraries()
         with importing():
@@ -145,7 +152,11 @@ class WorkerActor(_ProcessActor):
         return self._rendezvous.address
 
     async def start(self, config: "WorkerConfig") -> str:
-        """Load the model and serve it; return the address (host:port) or raise `ActorFailed`."""
+        """Load the model, serve it, and return the address (host:port).
+
+        Raises:
+            ActorFailed: the worker could not be started.
+        """
         events = await self._load_libraries()
         with importing():
             from penstock.workers.service.grpc_service import serve_worker
@@ -170,10 +181,13 @@ class WorkerActor(_ProcessActor):
         return self._worker.address
 
     async def follow(self, config: "WorkerConfig", rendezvous: str) -> None:
-        """Load the model, then execute rank 0's step plans; raise `ActorFailed` if loading fails.
+        """Load the model, then execute the step plans of rank 0 in the background.
 
         Args:
-            rendezvous: address of rank 0's rendezvous.
+            rendezvous: address of the rendezvous that rank 0 has opened.
+
+        Raises:
+            ActorFailed: the model could not be loaded.
         """
         events = await self._load_libraries()
         watchdog = self._make_watchdog(config, events)
@@ -203,8 +217,8 @@ class WorkerActor(_ProcessActor):
     async def _load_libraries(self) -> EventQueue:
         events = self._open_events()
         events.add(Progress("loading libraries"))
-        await asyncio.sleep(0.01)  # send the event before the import blocks the event loop
-        # Imported here, because the driver imports this module and must not load torch.
+        await asyncio.sleep(0.01)  # let the event be sent before the import blocks the event loop
+        # Not imported at the top: the supervisor imports this module and must not load torch.
         from penstock.workers.rank.process_tuning import tune_process
 
         tune_process()
@@ -226,7 +240,7 @@ class WorkerActor(_ProcessActor):
             events.fail(_reason(error))
 
     async def drain(self, seconds: float) -> None:
-        """Refuse new requests; wait up to `seconds` for running requests to end or move away."""
+        """Refuse new requests. Running requests have `seconds` to end or move to other workers."""
         if self._worker is not None:
             await self._worker.drain(seconds)
 
@@ -235,7 +249,8 @@ class WorkerActor(_ProcessActor):
             self._watchdog.stop()
         if self._worker is not None:
             await self._worker.stop()
-        if self._rendezvous is not None:  # closed last: NCCL uses the store while it runs
+        # NCCL uses the store while it runs, so the store is closed last.
+        if self._rendezvous is not None:
             self._rendezvous.close()
 
     async def _watch(self, worker: "RunningWorker", events: EventQueue) -> None:
@@ -254,10 +269,14 @@ class RouterActor(_ProcessActor):
         self._drain_task: asyncio.Task[None] | None = None
 
     async def start(self, config: "RouterConfig") -> tuple[str, str, str]:
-        """Start serving; return the HTTP, gRPC and operators' addresses or raise `ActorFailed`."""
+        """Start the router and return its HTTP, gRPC and operators' addresses.
+
+        Raises:
+            ActorFailed: the router could not be started.
+        """
         self._open_events().add(Progress("loading libraries"))
-        await asyncio.sleep(0.01)  # send the event before the import blocks the event loop
-        # Imported here, because the driver imports this module but does not need the router.
+        await asyncio.sleep(0.01)  # let the event be sent before the import blocks the event loop
+        # Not imported at the top, because the supervisor needs this module but not the router.
         with importing():
             from penstock.router.server import serve_router
 
@@ -274,11 +293,11 @@ class RouterActor(_ProcessActor):
         return router.http_address, router.grpc_address, router.admin_address
 
     async def set_workers(self, addresses: dict[str, str]) -> None:
-        """Replace the known workers by `addresses`: worker name to host:port."""
+        """Replace the known workers by `addresses`, which maps worker names to host:port."""
         await self._running.set_workers(addresses)
 
     async def wait_for_workers(self, count: int) -> None:
-        """Wait until `count` workers are connected."""
+        """Wait until this router is connected to `count` workers."""
         while self._running.frontend.num_workers < count:
             await asyncio.sleep(0.02)
 
@@ -296,16 +315,16 @@ class RouterActor(_ProcessActor):
         return self._running.frontend.take_snapshot()
 
     async def set_roles(self, assignments: "dict[str, Assignment]") -> None:
-        """Apply all roles that the supervisor has recorded, including roles set at this router."""
+        """Apply all worker roles that operators have set, at this router or at others."""
         self._running.frontend.set_roles(assignments)
 
     async def show_cluster(self, scaling: "Scaling", routers: "list[RouterState]") -> None:
-        """Set the autoscaling status and the routers' states that this router's status shows."""
+        """Set the autoscaling status and the states of all routers, for this router's `/status`."""
         self._running.frontend.scaling = scaling
         self._running.frontend.routers = routers
 
     async def drain(self, seconds: float) -> None:
-        """Refuse new requests; wait up to `seconds` for running requests to end."""
+        """Refuse new requests, and wait up to `seconds` for running requests to end."""
         await self._running.drain(seconds)
 
     async def stop(self) -> None:
@@ -320,7 +339,10 @@ class RouterActor(_ProcessActor):
 
 
 def _reason(error: Exception) -> str:
-    """Return an error's text in one line; log an unexpected error with its traceback."""
+    """Return the text of an error in one line.
+
+    An error of an unexpected type is also logged with its traceback.
+    """
     if isinstance(error, ValueError | OSError | MemoryError):
         return " ".join(str(error).split()) or type(error).__name__
     log.exception("start failed with an unexpected error")

@@ -1,33 +1,38 @@
-"""Delays before a dead process is restarted, and before a process that was given up is retried.
+"""Delays before a dead process is restarted, and before a process is tried again after giving up.
 
-Pure code: times are arguments.
+This module reads no clock. The caller passes the times.
 """
 
 from dataclasses import dataclass
 
-STEADY_SECONDS = 60.0  # after this uptime, earlier deaths no longer count
+# Once a process has been ready for this many seconds, its earlier deaths no longer count.
+STEADY_SECONDS = 60.0
 FIRST_DELAY = 0.5
 LONGEST_DELAY = 30.0
 MAX_FAILED_STARTS = 3  # after this many failed starts in a row, the process is given up
-FIRST_PAUSE = 60.0  # delay before a given-up process is retried; doubles each time
+FIRST_PAUSE = 60.0  # Delay before a given-up process is tried again. It doubles each time.
 LONGEST_PAUSE = 900.0
 
 
 @dataclass(slots=True)
 class RestartBackoff:
-    """Restart delays of one process, from its recent deaths."""
+    """Computes the delays before one process is restarted, from its recent deaths."""
 
-    deaths: int = 0  # consecutive deaths, each with an uptime below `STEADY_SECONDS`
-    failed_starts: int = 0  # consecutive failed starts
+    deaths: int = 0  # number of deaths in a row, each within `STEADY_SECONDS` of becoming ready
+    failed_starts: int = 0  # number of failed starts in a row
 
     def after_failed_start(self) -> float | None:
-        """Record a failed start; return the seconds until the next try, or None to give up."""
+        """Record a failed start. Return the seconds until the next start, or None to give up."""
         self.failed_starts += 1
         self.deaths += 1
         return None if self.failed_starts >= MAX_FAILED_STARTS else self._delay()
 
     def after_death(self, uptime: float) -> float:
-        """Record a process's death after `uptime` seconds of being ready; return the delay [s]."""
+        """Record the death of a process and return the seconds until its restart.
+
+        Args:
+            uptime: seconds for which the process was ready.
+        """
         self.failed_starts = 0
         self.deaths = 0 if uptime >= STEADY_SECONDS else self.deaths + 1
         return self._delay()
@@ -41,11 +46,15 @@ class RestartBackoff:
 
 @dataclass(slots=True)
 class GiveUpBackoff:
-    """Retry delays of a process that was given up, once or several times in a row."""
+    """Computes the delays before a given-up process is tried again."""
 
     given_up: int = 0
 
     def after_giving_up(self, served: bool) -> float:
-        """Return the seconds until the next try; `served`: whether the process has ever served."""
+        """Record that a process was given up, and return the seconds until it is tried again.
+
+        Args:
+            served: whether the process has ever served.
+        """
         self.given_up = 1 if served else self.given_up + 1
         return min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(self.given_up - 1, 16))

@@ -1,6 +1,6 @@
-"""The environment of a local Ray's processes, and so of routers and workers.
+"""The environment variables of the processes of a local Ray, and so of routers and workers.
 
-The shell of `penstock serve` may hold secrets, such as tokens of cloud accounts. Routers and
+The shell that runs `penstock serve` may hold secrets, such as tokens of cloud accounts. Routers and
 workers handle requests of clients, so they get only variables that are known to be settings.
 """
 
@@ -17,7 +17,7 @@ PREFIXES = (
     *("MALLOC_", "NUMBA_", "TRITON_", "TORCH_", "PYTORCH_", "RAY_", "PENSTOCK_"),
 )
 OFFLINE = {"HF_HUB_OFFLINE": "1"}
-"""Routers and workers never download anything: the command has fetched the model before."""
+"""Routers and workers download nothing, because `penstock serve` has already fetched the model."""
 
 
 def child_environment(
@@ -30,10 +30,10 @@ def child_environment(
 
     Args:
         wanted: the environment with which Ray would start the process.
-        inherited: the environment of this process. Variables that Ray has added or changed are
-            kept.
+        inherited: the environment of this process. Variables of `wanted` that differ from it were
+            set by Ray, so they are kept.
         pass_env: names of further variables to pass on.
-        secret: names of variables with API keys, which are never passed on.
+        secret: names of variables with API keys. They are never passed on.
     """
     passed = {
         name: value

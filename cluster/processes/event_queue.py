@@ -1,4 +1,4 @@
-"""The queue of events that a hosted process sends to the driver: log records, progress, failure."""
+"""The queue of log records, progress and failures that a process sends to the supervisor."""
 
 import asyncio
 import logging
@@ -8,16 +8,20 @@ from math import inf
 
 from penstock.cluster.status.status_events import LogLine, ProcessEvent, Progress
 
-MAX_QUEUED_EVENTS = 4096  # beyond this number, the oldest unread events are dropped
-MAX_LIMITED_MESSAGES = 1024  # number of different log messages that are counted
+# Largest number of unread events. If there are more, the oldest are dropped.
+MAX_QUEUED_EVENTS = 4096
+MAX_LIMITED_MESSAGES = 1024  # number of different log messages whose repetitions are counted
 
 
 class ActorFailed(RuntimeError):
-    """The hosted router or worker failed; has only one line of text, so that Ray can pickle it."""
+    """The hosted router or worker failed.
+
+    The error has only one line of text as its argument, so that Ray can pickle it.
+    """
 
 
 class EventQueue:
-    """A bounded queue of events for the driver. `add` and `fail` may be called from any thread."""
+    """A bounded queue of events for the supervisor. `add` and `fail` are safe in any thread."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -30,12 +34,16 @@ class EventQueue:
         self._loop.call_soon_threadsafe(self._append, item)
 
     def fail(self, reason: str) -> None:
-        """Report a failure; `next` raises `ActorFailed` once all events have been returned."""
+        """Report a failure. `next` returns all earlier events and then raises `ActorFailed`."""
         self._failure = ActorFailed(reason)
         self._loop.call_soon_threadsafe(self._has_events.set)
 
     async def next(self) -> list[ProcessEvent]:
-        """Wait for events and return all new events; raise `ActorFailed` if `fail` was called."""
+        """Wait for events and return all new ones.
+
+        Raises:
+            ActorFailed: `fail` was called, and no events are left.
+        """
         await self._has_events.wait()
         if not self._pending and self._failure is not None:
             raise self._failure
@@ -51,7 +59,7 @@ class EventQueue:
         return news
 
     def _append(self, item: ProcessEvent) -> None:
-        # Replace an unread progress event of the same stage.
+        # Keep only the newest of several unread progress events of the same stage.
         last = self._pending[-1] if self._pending else None
         if isinstance(item, Progress) and isinstance(last, Progress) and last.stage == item.stage:
             self._pending.pop()
@@ -61,27 +69,33 @@ class EventQueue:
 
 
 class RepeatLimit:
-    """Limits how often the same log message is sent; counts the records that are left out.
+    """Limits how often the same log message is sent, and counts the records that are left out.
 
     Args:
-        count: records of one logger and message in each period.
+        count: number of records of the same logger and message that are sent in each period.
         seconds: length of a period.
     """
 
     def __init__(self, count: int = 20, seconds: float = 60.0) -> None:
         self._count = count
         self._seconds = seconds
-        # (logger, message before formatting) to (start of the period, number of records in it).
+        # For each logger and unformatted message, the start of its period and the records in it.
         self._seen: dict[tuple[str, str], tuple[float, int]] = {}
 
     def admit(self, record: logging.LogRecord, now: float) -> int | None:
-        """Return None to leave the record out; otherwise the number of records left out before."""
+        """Decide whether a log record is sent.
+
+        Returns:
+            None if the record must be left out. Otherwise, the number of equal records that were
+            left out in the period before.
+        """
         key = (record.name, str(record.msg))
         start, number = self._seen.get(key, (-inf, 0))
         if now - start < self._seconds:
             self._seen[key] = (start, number + 1)
             return 0 if number < self._count else None
-        self._seen.pop(key, None)  # inserted again below: keys stay in order of periods
+        # The key is inserted again below, so that keys stay in the order of their periods.
+        self._seen.pop(key, None)
         if len(self._seen) == MAX_LIMITED_MESSAGES:
             del self._seen[next(iter(self._seen))]
         self._seen[key] = (now, 1)
@@ -89,10 +103,10 @@ class RepeatLimit:
 
 
 class EventLogHandler(logging.Handler):
-    """Sends log records to the driver, prefixed with the process's title.
+    """Sends log records to the supervisor, prefixed with the title of the process.
 
-    A record with an attribute `fields` is sent as an event named by the record's message. Other
-    records are limited: see `RepeatLimit`.
+    A record with an attribute `fields` is sent as an event whose name is the record's message. The
+    number of other records is limited by `RepeatLimit`.
     """
 
     def __init__(self, title: str, events: EventQueue, level: int) -> None:

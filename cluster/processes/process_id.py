@@ -1,4 +1,4 @@
-"""Ids of processes on any node, used to kill hung processes."""
+"""Identifies processes on any node of the cluster, so that hung processes can be killed."""
 
 import os
 from contextlib import suppress
@@ -8,26 +8,32 @@ import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-_SAME_SECONDS = 2.0  # tolerance for clock changes; a PID is not reused this fast
+_SAME_SECONDS = 2.0  # Tolerance for changes of the clock. A PID is not reused this fast.
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessId:
-    """A process on a Ray node. The creation time distinguishes processes with a reused PID."""
+    """A process on a Ray node.
 
-    node: str  # Ray's node id
+    Two processes that used the same PID one after the other differ in their creation time.
+    """
+
+    node: str  # the node id that Ray assigns
     pid: int
-    create_time: float  # seconds since 1970
+    create_time: float  # creation time of the process, in seconds since 1970
 
 
 def own_id() -> ProcessId:
-    """Return the id of this process; the process must be connected to Ray."""
+    """Return the id of this process, which must be connected to Ray."""
     node = ray.get_runtime_context().get_node_id()
     return ProcessId(node, os.getpid(), psutil.Process().create_time())
 
 
 def kill(process: ProcessId) -> None:
-    """Send SIGKILL to a process on any node, without waiting; `ray.kill` only sends a message."""
+    """Send SIGKILL to a process on any node, without waiting for its end.
+
+    `ray.kill` is not enough, because it only sends a message that a hung process does not read.
+    """
     if process.node == ray.get_runtime_context().get_node_id():
         kill_local(process.pid, process.create_time)
         return
@@ -37,7 +43,7 @@ def kill(process: ProcessId) -> None:
 
 
 def kill_local(pid: int, create_time: float) -> bool:
-    """Kill a process on this machine; return False if the process no longer exists."""
+    """Kill a process on this machine. Return False if the process no longer exists."""
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
         if abs(process.create_time() - create_time) < _SAME_SECONDS:

@@ -8,14 +8,14 @@ from contextlib import suppress
 
 import psutil
 
-_SET_CHILD_SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl(2)
+_SET_CHILD_SUBREAPER = 36  # value of PR_SET_CHILD_SUBREAPER for prctl(2)
 
 
 class DescendantTracker:
-    """Tracks the descendants of this process, except those that existed before the tracker.
+    """Tracks the descendants of this process that were started after the tracker was created.
 
-    Until `kill` returns, this process is a child subreaper (Linux): the kernel makes this process
-    the parent of orphaned descendants, so that the tracker can find all descendants.
+    On Linux, this process is a child subreaper until `kill` returns: the kernel makes it the parent
+    of its orphaned descendants. The tracker can therefore find all of them.
     """
 
     def __init__(self) -> None:
@@ -24,20 +24,23 @@ class DescendantTracker:
         _adopt_orphans(True)
 
     def alive(self) -> list[psutil.Process]:
-        """Return the descendants that are alive."""
+        """Return the tracked descendants that are alive."""
         for child in _descendants():
             if child.pid not in self._preexisting:
                 self._seen[child.pid] = child
         return [each for each in self._seen.values() if is_alive(each)]
 
     def wait(self, seconds: float) -> None:
-        """Wait up to `seconds` for the descendants to exit."""
+        """Wait up to `seconds` for the tracked descendants to exit."""
         deadline = time.monotonic() + seconds
         while self.alive() and time.monotonic() < deadline:
             time.sleep(0.02)
 
     def kill(self, seconds: float) -> None:
-        """Kill all descendants within `seconds`, if possible; then stop adopting orphans."""
+        """Kill the tracked descendants, and then stop adopting orphans.
+
+        The method returns after at most about `seconds`, even if a descendant is still alive.
+        """
         deadline = time.monotonic() + seconds
         while (processes := self.alive()) and time.monotonic() < deadline:
             for process in processes:
@@ -48,10 +51,10 @@ class DescendantTracker:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Return True until the process and all its threads have ended.
+    """Return True unless the process and all its threads have ended.
 
-    A killed process is a zombie as soon as its main thread has ended, but its sockets stay open
-    until its other threads have ended too. A zombie without threads counts as ended.
+    A killed process is a zombie as soon as its main thread has ended. Its sockets stay open until
+    its other threads have ended too, so only a zombie without other threads counts as ended.
     """
     with suppress(psutil.NoSuchProcess):
         if not process.is_running():

@@ -1,4 +1,4 @@
-"""Manages the ranks of one worker, each in its own process, like one process."""
+"""Manages the processes of a worker's ranks as if they were a single process."""
 
 import asyncio
 from collections.abc import Sequence
@@ -10,10 +10,10 @@ from penstock.workers.config import WorkerConfig
 
 
 class RankGroup:
-    """The processes of one worker; the group is dead as soon as one process is dead.
+    """The processes of one worker. The group is dead as soon as one of them is dead.
 
     Args:
-        ranks: one handle per rank, in the order of ranks.
+        ranks: the handle of each rank's process, in the order of ranks.
     """
 
     def __init__(self, ranks: Sequence[ActorHandle]) -> None:
@@ -22,18 +22,21 @@ class RankGroup:
 
     @property
     def ranks(self) -> Sequence[ActorHandle]:
-        """Handles in the order of ranks."""
+        """The handles of the ranks' processes, in the order of ranks."""
         return self._ranks
 
     async def start(self, config: object) -> Any:
-        """Start all ranks with a `WorkerConfig` and return the worker's address.
+        """Start all ranks and return the worker's address.
+
+        Args:
+            config: the `WorkerConfig` of the worker.
 
         Raises:
             StartFailed: the error of the first rank that failed.
         """
         assert isinstance(config, WorkerConfig)
         if len(self._ranks) == 1:
-            return await self._leader.start(config)  # `start` also starts the pings
+            return await self._leader.start(config)  # `ActorHandle.start` also starts the pings
         rendezvous = await self._leader.call_start("open_rendezvous", config)
         starts = [asyncio.create_task(self._leader.start(config))]
         for rank, member in enumerate(self._ranks[1:], 1):
@@ -42,14 +45,14 @@ class RankGroup:
         try:
             where, *_ = await asyncio.gather(*starts)
         finally:
-            for task in starts:  # after a failure, the other ranks would wait for the failed rank
+            for task in starts:  # if one rank has failed, the other ranks would wait for it forever
                 task.cancel()
         for member in self._ranks[1:]:
             member.start_pinging()
         return where
 
     async def death(self) -> str:
-        """Wait until any rank is dead; return the reason, in one line."""
+        """Wait until any rank is dead. Return the reason, in one line."""
         deaths = [asyncio.create_task(self._death(rank)) for rank in range(len(self._ranks))]
         try:
             done, _ = await asyncio.wait(deaths, return_when=asyncio.FIRST_COMPLETED)
@@ -67,11 +70,14 @@ class RankGroup:
         self._leader.declare_dead(reason)
 
     async def drain(self, seconds: float) -> None:
-        """Drain rank 0, which has the requests; wait not much longer than `seconds`."""
+        """Drain rank 0, which serves the requests.
+
+        The method returns after little more than `seconds` at the latest.
+        """
         await self._leader.drain(seconds)
 
     async def stop(self) -> None:
-        """Request a stop of rank 0, wait for a limited time, then kill all ranks."""
+        """Send a stop request to rank 0, wait for a limited time, then kill all ranks."""
         await self._leader.stop()
         self.kill()
 

@@ -1,4 +1,4 @@
-"""The restart loop of one router or worker: starts a new process whenever the process dies."""
+"""Restarts a router or worker, by starting a new process whenever its process dies."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -10,7 +10,7 @@ from penstock.cluster.status.status_events import Died, Progress, Ready, Report
 
 
 class ProcessHandle(Protocol):
-    """One process, from start to death; implemented by `ActorHandle` and `RankGroup`."""
+    """One process, from its start to its death. Implemented by `ActorHandle` and `RankGroup`."""
 
     async def start(self, config: object) -> Any: ...
 
@@ -31,19 +31,19 @@ class Managed(Protocol):
         ...
 
     async def reserve(self) -> None:
-        """Reserve resources for the next process, or check that the reservation still holds."""
+        """Reserve resources for the next process, or check that they are still reserved."""
         ...
 
     def make(self) -> ProcessHandle:
-        """Create a new process, without starting it."""
+        """Create a new process without starting it."""
         ...
 
     async def on_ready(self, address: Any) -> None:
-        """Callback: the process serves at `address`."""
+        """Callback that is called when the process serves at `address`."""
         ...
 
     async def on_exit(self) -> None:
-        """Callback: the process is dead."""
+        """Callback that is called when the process is dead."""
         ...
 
 
@@ -52,15 +52,15 @@ async def keep_alive(
     report: Report,
     pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> StartFailed:
-    """Keep a router or worker running until it must be given up; return its last start failure.
+    """Keep a router or worker running until it must be given up, and return the last failed start.
 
-    The router or worker is given up if the process itself reports an error while it starts, or
-    after several failed starts in a row.
+    The router or worker is given up if its process reports an error at the start. It is also given
+    up after several failed starts in a row.
 
     Args:
         managed: the router or worker.
-        report: called with status events of the router or worker.
-        pause: waits the given number of seconds before the next try.
+        report: called with the status events of the router or worker.
+        pause: waits for a given number of seconds before the next start.
     """
     record = RestartBackoff()
     clock = asyncio.get_running_loop().time
@@ -82,7 +82,7 @@ async def keep_alive(
             began = clock()
             await managed.on_ready(where)
             reason = await process.death()
-            process.kill()  # the process may still run although the hosted worker has failed
+            process.kill()  # the process may still run although the worker in it has failed
             await managed.on_exit()
             delay = record.after_death(clock() - began)
         report(managed.title, Died(reason, delay))

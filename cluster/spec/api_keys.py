@@ -1,4 +1,4 @@
-"""Reads a cluster's API keys; a cluster without keys may serve only local clients."""
+"""Reads a cluster's API keys. A cluster without API keys may serve only local clients."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -11,10 +11,13 @@ from penstock.common.loopback import is_loopback
 
 
 def read_api_keys(spec: ClusterSpec, environment: Mapping[str, str]) -> tuple[ApiKey, ...]:
-    """Return the keys of `router.api_key_file`, of the variable PENSTOCK_API_KEY, and of `keys`.
+    """Return the API keys of the cluster.
+
+    The keys come from the file `router.api_key_file`, the variable PENSTOCK_API_KEY, and the
+    setting `keys`.
 
     Raises:
-        SpecError: a key cannot be read or used; the message does not contain the key.
+        SpecError: a key cannot be read or used. The message does not contain the key.
     """
     found: dict[str, ApiKey] = {}
     for where, each in _sources(spec, environment):
@@ -50,7 +53,7 @@ def check_access(spec: ClusterSpec, has_keys: bool) -> None:
 
 
 def _sources(spec: ClusterSpec, environment: Mapping[str, str]) -> Iterator[tuple[str, ApiKey]]:
-    """Yield each key, not yet checked, with the name of its setting."""
+    """Yield the name of each key's setting, and the key, which is not checked yet."""
     where = "router.api_key_file"
     if spec.router.api_key_file is not None:
         lines = _lines(spec.router.api_key_file, where)

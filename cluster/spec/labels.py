@@ -1,4 +1,4 @@
-"""Node labels: checks label syntax, builds the label selectors of pools, matches labels.
+"""Checks the syntax of node labels, builds the label selectors of pools, and matches labels.
 
 The syntax is the one of Kubernetes and Ray. A selector is a mapping in the format that Ray expects.
 """
@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 ACCELERATOR = "ray.io/accelerator-type"
-"""Key of the label in which Ray puts the kind of a node's GPUs."""
+"""Key of the label in which Ray stores the type of a node's GPUs."""
 ZONE = "ray.io/availability-zone"
 
 _NAME = re.compile(r"[a-zA-Z0-9]([-_.a-zA-Z0-9]{0,61}[a-zA-Z0-9])?")
@@ -18,11 +18,11 @@ _LONGEST_PREFIX = 253
 
 
 class BadLabel(ValueError):
-    """A label is invalid; the message names the label and the reason, in one line."""
+    """A label is invalid. The message names the label and the reason, in one line."""
 
 
 def parse(text: str) -> tuple[str, str]:
-    """Split `KEY=VALUE` into key and value; raise `BadLabel` if one is invalid."""
+    """Split `KEY=VALUE` into key and value. Raise `BadLabel` if one of them is invalid."""
     key, equals, value = text.partition("=")
     if not equals:
         raise BadLabel(f"invalid label {text!r}: expected KEY=VALUE")
@@ -44,9 +44,9 @@ def check_key(key: str) -> None:
 
 
 def check_value(key: str, value: str) -> None:
-    """Raise `BadLabel` if `value` is not a valid required value of the label `key`.
+    """Raise `BadLabel` if `value` is invalid as the required value of a node's label `key`.
 
-    A node's label may have an empty value, but a required empty value is probably a mistake.
+    Empty values are invalid here. Nodes may have them, but requiring one is probably a mistake.
     """
     if not _NAME.fullmatch(value):
         raise BadLabel(
@@ -56,14 +56,14 @@ def check_value(key: str, value: str) -> None:
 
 
 def required_labels(labels: Sequence[str], accelerator: str | None) -> dict[str, str]:
-    """Return the labels that a pool's nodes must have.
+    """Return the labels that the nodes of a pool must have.
 
     Args:
-        labels: the pool's `KEY=VALUE` labels.
+        labels: the labels of the pool's specification, as `KEY=VALUE`.
         accelerator: Ray's name of the required GPU type, or None.
 
     Raises:
-        BadLabel: a label is invalid, or a key occurs twice.
+        BadLabel: a label is invalid, or two labels have the same key.
     """
     pairs = [parse(text) for text in labels]
     if accelerator is not None:
@@ -76,12 +76,12 @@ def required_labels(labels: Sequence[str], accelerator: str | None) -> dict[str,
 
 
 def match(wanted: Mapping[str, str], labels: Mapping[str, str]) -> bool:
-    """Return True if `labels` contain all `wanted` labels."""
+    """Return True if `labels` contains all labels of `wanted`."""
     return all(labels.get(key) == value for key, value in wanted.items())
 
 
 def any_of(key: str, values: Iterable[str]) -> dict[str, str]:
-    """Return the selector of nodes whose label `key` has one of `values`."""
+    """Return the selector of the nodes whose label `key` has one of `values`."""
     several = sorted(values)
     return {key: several[0] if len(several) == 1 else f"in({','.join(several)})"}
 

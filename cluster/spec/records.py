@@ -1,6 +1,7 @@
-"""Parses nested plain values strictly into frozen dataclasses ("records").
+"""Parses nested plain values strictly into frozen dataclasses, which are called records here.
 
-An unknown key, a wrong type or a value out of range raises `SpecError` with the dotted path.
+An unknown key, a wrong type or a value out of range raises `SpecError`. The message has the dotted
+path of the value.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,7 +15,7 @@ NO_MOVES: Mapping[str, str] = {}
 
 
 class SpecError(ValueError):
-    """The specification is invalid; the message names the setting and what to change."""
+    """The specification is invalid. The message names the setting and what to change."""
 
 
 def knob(
@@ -24,16 +25,21 @@ def knob(
     most: float | None = None,
     is_secret: bool = False,
 ) -> Any:
-    """Return a dataclass field for a setting, with default, help text and inclusive range.
+    """Return the dataclass field of a setting.
 
-    The value of a secret setting is in no error message and in no `repr`.
+    Args:
+        default: value of the setting if it is not given.
+        about: help text of the setting.
+        least: smallest allowed value, or None.
+        most: largest allowed value, or None.
+        is_secret: whether error messages and `repr` must not contain the value.
     """
     metadata = {"about": about, "least": least, "most": most, "is_secret": is_secret}
     return field(default=default, metadata=metadata, repr=not is_secret)
 
 
 def records_of(kind: type) -> Iterator[type]:
-    """Yield a record type and, recursively, the record types of its fields and mapping values."""
+    """Yield a record type and, recursively, the record types that its fields contain."""
     yield kind
     for hint in get_type_hints(kind).values():
         below = get_args(hint)[1] if get_origin(hint) is Mapping else hint
@@ -42,7 +48,7 @@ def records_of(kind: type) -> Iterator[type]:
 
 
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge two mappings recursively; if both have a value for a key, take the value of `over`."""
+    """Merge two nested mappings. If both have a value for a key, the value of `over` is taken."""
     result = dict(base)
     for key, value in over.items():
         below = result.get(key)
@@ -54,7 +60,10 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def knobs(record: type) -> dict[str, tuple[Field[Any], Any]]:
-    """Return the settings of a record, name to (field, type); nested records are left out."""
+    """Return the field and the type of each setting of a record, by name.
+
+    Fields that are records themselves are left out.
+    """
     hints = get_type_hints(record)
     return {f.name: (f, hints[f.name]) for f in fields(record) if "about" in f.metadata}
 
@@ -63,18 +72,20 @@ def record(kind: type[T], content: Any, where: str = "", moved: Mapping[str, str
     """Build a record from a mapping of plain values.
 
     Args:
-        kind: the dataclass; its fields are settings (`knob`), records, or mappings from names to
+        kind: the dataclass. Its fields are settings (`knob`), records, or mappings from names to
             records.
-        content: values by field name; a missing field keeps its default.
-        where: dotted path of `content`, for error messages; empty at the top.
-        moved: dotted path of a setting in older files to the text that says what to write instead.
+        content: values by field name. A missing field keeps its default.
+        where: dotted path of `content` for error messages, or "" at the top.
+        moved: for the dotted path of each setting of older files, the text that says what to write
+            instead.
 
     Raises:
-        SpecError: one line that names the path of the first mistake.
+        SpecError: a value is wrong. The message is one line with the path of the first wrong value.
     """
     metadata = {f.name: f.metadata for f in fields(kind)}  # type: ignore[arg-type]
     if not isinstance(content, Mapping):
-        raise SpecError(f"{where or 'the file'}: expected keys{_not(content, _has_secrets(kind))}")
+        wrong = _not(content, _has_secrets(kind))
+        raise SpecError(f"{where or 'the file'}: expected a mapping of keys to values{wrong}")
     hints = get_type_hints(kind)
     for key in content:
         name = _below(where, key)
@@ -101,7 +112,7 @@ def _named(kind: type[T], content: Any, where: str, moved: Mapping[str, str]) ->
     """Parse a mapping whose keys are names chosen by the user and whose values are records."""
     if not isinstance(content, Mapping):
         wrong = _not(content, _has_secrets(kind))
-        raise SpecError(f"{where}: expected names, each with its keys{wrong}")
+        raise SpecError(f"{where}: expected a mapping of names to mappings{wrong}")
     for name in content:
         if not isinstance(name, str):
             raise SpecError(f"{where}: expected a string as name, not {name!r}: put it in quotes")
@@ -141,7 +152,11 @@ def _has_secrets(kind: type) -> bool:
 
 
 def _not(value: Any, is_secret: bool) -> str:
-    """Return the end of an error message about a wrong value, without the value if it is secret."""
+    """Return the end of an error message about a wrong value.
+
+    Args:
+        is_secret: whether the message must not contain the value.
+    """
     return "; the value is not shown, because it may be secret" if is_secret else f", not {value!r}"
 
 
@@ -149,7 +164,10 @@ _WRONG = object()
 
 
 def _typed(value: Any, kind: Any) -> Any:
-    """Return `value` as a `kind`, or `_WRONG`; convert only int to float and list to tuple."""
+    """Return `value` with the type `kind`, or `_WRONG` if its type is wrong.
+
+    Only an int is converted to float, and a list to tuple.
+    """
     if get_origin(kind) is UnionType:
         return next((r for k in get_args(kind) if (r := _typed(value, k)) is not _WRONG), _WRONG)
     if get_origin(kind) is Literal:
@@ -159,7 +177,7 @@ def _typed(value: Any, kind: Any) -> Any:
         return tuple(value) if fits else _WRONG
     if kind is float and type(value) is int:
         return float(value)
-    # isinstance would accept a bool as an int, because bool is a subclass of int.
+    # `isinstance` would accept a bool as an int, because bool is a subclass of int.
     return value if type(value) is kind else _WRONG
 
 

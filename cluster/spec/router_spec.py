@@ -7,7 +7,7 @@ from typing import Literal
 from penstock.cluster.spec.records import SpecError, knob
 
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#]+")
-"""The origin of a web page, as browsers send it in the Origin header."""
+"""Pattern of the origin of a web page, as browsers send it in the Origin header."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class RouterSpec:
 
 @dataclass(frozen=True, slots=True)
 class KeySpec:
-    """An API key with a name and a role; the key itself is in a file or in a variable."""
+    """An API key with its name and its role. A file or an environment variable contains the key."""
 
     role: Literal["user", "operator", "metrics"] = knob(
         "user", "user: the model; metrics: reads metrics and status; operator: also changes roles"

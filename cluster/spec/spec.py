@@ -1,7 +1,7 @@
-"""The specification of a cluster as frozen dataclasses, read from a YAML file, flags, or both.
+"""The specification of a cluster as frozen dataclasses, read from a YAML file, from flags, or both.
 
-`ModelSpec` has the settings of a model, and `PoolSpec` the settings of a pool's workers; the other
-classes apply to the whole cluster. Unknown keys and invalid values are reported with their path.
+`ModelSpec` has the settings of a model, and `PoolSpec` the settings of a pool's workers. The other
+classes apply to the whole cluster. Errors about unknown keys and invalid values contain the path.
 """
 
 from collections.abc import Mapping
@@ -16,12 +16,12 @@ from penstock.router.parsers.parser_names import check_reasoning_parser, check_t
 
 ROLES = ("prefill", "decode", "mixed")
 BUNDLED = "demo"
-"""Name and `path` of the model that is bundled with the package."""
+"""Name and `path` of the model that is part of the package."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """Settings of one model, equal on all workers: checkpoint, dtypes, quantization and limits."""
+    """Settings of one model, such as its checkpoint, dtypes and limits. All workers use them."""
 
     path: str | None = knob(
         None, f"checkpoint folder, hub name, or `{BUNDLED}`, the bundled model; by default its NAME"
@@ -118,7 +118,7 @@ class EngineSpec:
 
 @dataclass(frozen=True, slots=True)
 class PoolSpec:
-    """Settings of a pool's workers; a worker keeps these settings when its role changes."""
+    """Settings of the workers of a pool. A worker keeps these settings when its role changes."""
 
     replicas: int = knob(1, "workers; the initial number if it may change", 0, 1024)
     min_replicas: int | None = knob(
@@ -193,17 +193,17 @@ class PoolSpec:
 
     @property
     def selector(self) -> dict[str, str]:
-        """The labels that the pool's nodes must have."""
+        """The labels that the nodes of the pool must have, by label key."""
         return labels.required_labels(self.labels, self.accelerator)
 
     @property
     def least(self) -> int:
-        """Minimum number of workers."""
+        """Minimum number of workers of the pool."""
         return self.replicas if self.min_replicas is None else self.min_replicas
 
     @property
     def most(self) -> int:
-        """Maximum number of workers."""
+        """Maximum number of workers of the pool."""
         return self.replicas if self.max_replicas is None else self.max_replicas
 
 
@@ -224,13 +224,13 @@ class Pools:
 
     @property
     def may_be_empty(self) -> bool:
-        """True if all pools may be empty until a request arrives."""
+        """True if no pool has a minimum size, so that all pools may be empty while idle."""
         return not any(getattr(self, role).least for role in ROLES)
 
 
 @dataclass(frozen=True, slots=True)
 class ScalingSpec:
-    """Bounds of autoscaling, for pools whose number of workers may change."""
+    """Limits for the autoscaling of pools whose number of workers may change."""
 
     max_gpus: int | None = knob(
         None, "maximum number of GPUs of all pools together; by default all GPUs of the nodes", 1
@@ -307,7 +307,7 @@ class ClusterSpec:
 
     @property
     def model(self) -> ModelSpec:
-        """Settings of the only model."""
+        """Settings of the only model of the cluster."""
         (model,) = self.models.values()
         return model
 
@@ -317,9 +317,10 @@ class ClusterSpec:
         return self.model_name if self.model.path is None else self.model.path
 
     def ports(self, router: int) -> tuple[int, int, int]:
-        """Return the HTTP, gRPC and operators' ports of router number `router`; 0: any free port.
+        """Return the HTTP, gRPC and operators' port of router number `router`.
 
-        With `pool_nodes` each router has its own node, so all routers use the same ports.
+        A port of 0 stands for any free port. With `pool_nodes`, each router has its own node, so
+        all routers use the same ports.
         """
         after = 0 if self.pool_nodes else router
         http, grpc, admin = self._first_ports()
@@ -388,9 +389,9 @@ MOVED = {
         for name in ("block_size", "kv_cache_mib", "max_sequences", "max_batched_tokens")
     },
 }
-"""Dotted paths of keys in older files, and what to write instead."""
+"""For the dotted path of each key that only older files have, what to write instead."""
 
 
 def parse(content: Mapping[str, Any]) -> ClusterSpec:
-    """Build a `ClusterSpec` from nested mappings of plain values; raise `SpecError` if invalid."""
+    """Build a `ClusterSpec` from nested plain mappings. Raise `SpecError` if a value is invalid."""
     return record(ClusterSpec, content, moved=MOVED)

@@ -1,4 +1,4 @@
-"""Reads cluster files: YAML, with errors that do not show the content."""
+"""Reads cluster files in YAML. Error messages do not show the content of the file."""
 
 import re
 from pathlib import Path
@@ -13,14 +13,14 @@ QUOTED = re.compile(r"""\s*(?:'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)")""")
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Return the mapping in a YAML file; raise `SpecError` if the file has no valid mapping."""
+    """Return the mapping in a YAML file. Raise `SpecError` if the file has no valid mapping."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(f"{path}: cannot be read: {one_line(error)}") from None
     except yaml.YAMLError as error:
         raise SpecError(f"{path}: is not YAML: {_yaml_mistake(error)}") from None
-    except Exception:  # PyYAML's constructors raise errors of many types, which quote the value
+    except Exception:  # PyYAML raises errors of many types here, and they quote the value
         raise SpecError(
             f"{path}: is not YAML: a value does not fit its type (such as a date without a day)"
         ) from None
@@ -34,16 +34,18 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def _yaml_mistake(error: yaml.YAMLError) -> str:
-    """Return a YAML error with its position, without the text of the file: it may have API keys.
+    """Return the message and the position of a YAML error, without text of the file.
 
-    PyYAML quotes the names of aliases, anchors and tags, and reads `*sk-...` as an alias.
+    The file may contain API keys. PyYAML reads `*sk-...` as an alias, and its messages quote the
+    names of aliases, anchors and tags.
     """
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
         return one_line(error)
     mark, problem = error.problem_mark, error.problem or "it cannot be read"
     for quoted in QUOTED.finditer(problem):
         text = quoted[1] or quoted[2] or ""
-        if len(text) > 1 and not re.fullmatch("<[a-z ]+>", text):  # keep names of YAML tokens
+        # Names of YAML tokens, such as `<block end>`, are kept.
+        if len(text) > 1 and not re.fullmatch("<[a-z ]+>", text):
             problem = problem[: quoted.start()].rstrip(":")
             break
     return f"{problem}, line {mark.line + 1}, column {mark.column + 1}"

@@ -1,4 +1,4 @@
-"""Tracks the stages for which a cluster's processes wait, and reports long waits."""
+"""Records in which stage each process of a cluster waits, and reports long waits."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from penstock.cluster.status.status_events import (
 
 FIRST_REMINDER_SECONDS = 10.0
 MAX_REMINDER_SECONDS = 60.0
-"""A wait is reported after 10 s, 20 s, 40 s, ..., and then every minute."""
+"""A wait is reported after 10 s, 20 s, 40 s, and so on, and finally every minute."""
 GONE = "gone"
 MB = 1e6
 
@@ -29,11 +29,11 @@ class _Wait:
 
 
 class ProgressReminders:
-    """Forwards status events, and reports again when a process waits long in one stage.
+    """Forwards status events, and reports a process again if it stays long in one stage.
 
     Args:
-        report: receives all events, and reminders of long waits.
-        now: returns the seconds of a monotonic clock.
+        report: receives all events, and the reminders of long waits.
+        now: returns the time of a monotonic clock, in seconds.
     """
 
     def __init__(self, report: Report, now: Callable[[], float]) -> None:
@@ -50,12 +50,12 @@ class ProgressReminders:
         self._report(title, event)
 
     def set_detail(self, title: str, detail: str) -> None:
-        """Set the detail that reminders show (such as what is left), if the process is waiting."""
+        """Set the detail that reminders about the process show, such as the work that is left."""
         if title in self._waits:
             self._waits[title].detail = detail
 
     def remind(self) -> None:
-        """Report waits that have become long; call this about once a second."""
+        """Report the waits that have become long. Call this about once per second."""
         now = self._now()
         for title, wait in self._waits.items():
             if now >= wait.remind_at:

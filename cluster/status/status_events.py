@@ -1,4 +1,4 @@
-"""Status events of a cluster, reported by the supervisor to a terminal or a log."""
+"""Status events of a cluster, which the supervisor reports to a terminal or a log."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +9,10 @@ Scalar: TypeAlias = str | int | float | None
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Current stage of a process; `done` and `total` are bytes of weights, or 0 in most stages."""
+    """The present stage of a process, such as "loading libraries".
+
+    While weights are loaded, `done` and `total` are bytes. In most other stages they are 0.
+    """
 
     stage: str
     done: int = 0
@@ -18,7 +21,10 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A reminder that a stage takes long: its seconds so far, and a detail such as what is left."""
+    """A reminder that a stage takes long.
+
+    `seconds` is the time in this stage so far. `detail` is, for example, the work that is left.
+    """
 
     stage: str
     seconds: float
@@ -37,19 +43,19 @@ class LogLine:
     level: str = "warning"
     event: str = "log"
     fields: Mapping[str, Scalar] = field(default_factory=dict)
-    at: float | None = None  # seconds since 1970; None: now
+    at: float | None = None  # time of the record in seconds since 1970, or None for now
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A process serves, `seconds` after its start began."""
+    """A process has begun to serve, `seconds` after its start began."""
 
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Died:
-    """A process died; it is started again in `delay` seconds."""
+    """A process died. It will be started again in `delay` seconds."""
 
     reason: str
     delay: float
@@ -57,7 +63,7 @@ class Died:
 
 @dataclass(frozen=True, slots=True)
 class GivenUp:
-    """A process failed to start too often; the next try is in `delay` seconds."""
+    """A process failed to start too often. It will be tried again in `delay` seconds."""
 
     reason: str
     delay: float
@@ -65,20 +71,22 @@ class GivenUp:
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """The cluster is ready; the addresses are host:port."""
+    """The cluster is ready. All addresses are host:port."""
 
     http: str
     grpc: str
-    admin: str  # HTTP, for operators
-    others: Sequence[tuple[str, str, str]] = ()  # (http, grpc, admin) of each other router
+    admin: str  # address of the HTTP server for operators
+    # The HTTP, gRPC and operators' address of each other router.
+    others: Sequence[tuple[str, str, str]] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Draining:
-    """The cluster drains and has `seconds` left; reported repeatedly."""
+    """The cluster drains and has `seconds` left. The event is repeated until the drain ends."""
 
     seconds: float
-    requests: int | None = None  # number of unfinished requests; None in the first report
+    # Number of requests that have not ended, or None in the first event.
+    requests: int | None = None
 
     def __str__(self) -> str:
         if self.requests is None:
@@ -88,7 +96,7 @@ class Draining:
 
 @dataclass(frozen=True, slots=True)
 class PoolResized:
-    """The desired size of a pool changed; `text` has the old and new size and the reason."""
+    """The desired size of a pool changed. `text` has the old size, the new size and the reason."""
 
     pool: str
     text: str
@@ -96,32 +104,33 @@ class PoolResized:
 
 @dataclass(frozen=True, slots=True)
 class Stuck:
-    """A router reports that a worker responds but makes no progress."""
+    """A router reports that a worker still responds but makes no progress."""
 
     worker: str
-    address: str  # identifies the process, because a restarted worker keeps its name
+    # Address of the stuck process. A restarted worker keeps its name but not its address.
+    address: str
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class RoleAssigned:
-    """An operator changed a worker's role through the router that reports this event."""
+    """An operator changed the role of a worker through the router that reports this event."""
 
     worker: str
     role: str
-    at: float  # seconds since 1970
-    by: str  # name of the operator's API key
+    at: float  # time of the change, in seconds since 1970
+    by: str  # name of the API key that the operator used
 
     def __str__(self) -> str:
         return f"{self.worker} is now a {self.role} worker, set by {self.by}"
 
 
 ProcessEvent: TypeAlias = Progress | LogLine | Stuck | RoleAssigned
-"""Events that a process itself reports."""
+"""The events that a hosted process itself reports."""
 
 StatusEvent: TypeAlias = (
     ProcessEvent | Waiting | Ready | Died | GivenUp | Serving | Draining | PoolResized
 )
 
 Report: TypeAlias = Callable[[str, StatusEvent], None]
-"""Function called with the title of a process ("" for the whole cluster) and its event."""
+"""Function that is called with the title of a process ("" for the whole cluster) and its event."""

@@ -120,7 +120,7 @@ def test_workers_wait_for_their_nodes_and_drain_when_a_node_leaves(folder: Path)
     arguments += ["--api-key-file", str(keys), "--allow-weak-keys", "--drain-seconds", "20"]
     with serving(arguments, free_ports(2), folder) as running:
         for role in ("prefill", "decode"):
-            running.wait_for_output(f"{role} worker 0: waiting for its place")
+            running.wait_for_output(f"{role} worker 0: waiting for resources")
         nodes.add_worker()
         running.wait_for_output("is served after")
         assert complete(running, "another").status_code == 401

@@ -136,7 +136,7 @@ def test_pool_and_its_nodes_follow_the_load_and_no_stream_drops(
     running.wait_for_output('"decision": "mixed: 1 to 0: ')
     wait_for(lambda: size(running) == (0, 0), "no worker")
     wait_for(lambda: num_nodes(running) == 0, "the removal of the last worker's node")
-    reason = "no worker serves here"
+    reason = "no worker serves on this node"
     wait_for(
         lambda: (
             readiness_probe.not_ready_reason(nodes.leaving, TIMEOUT_SECONDS, time.time()) == reason

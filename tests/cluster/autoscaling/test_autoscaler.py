@@ -469,7 +469,7 @@ def test_with_a_ttft_slo_repeated_bursts_set_the_size_by_the_allowed_late_share(
     # 40 s of work must be done in 6 s: an interval of 5 s and the allowed wait of 1 s.
     assert last(late=0.0).occupancy_term == 7
     assert last(late=0.1).occupancy_term == 5
-    assert "5 workers would be late for at most 10%" in last(late=0.1).reason
+    assert "with 5 workers at most 10% of the work would be late" in last(late=0.1).reason
 
 
 @given(st.lists(st.integers(0, 10**5), min_size=3, max_size=12), st.integers(1, 3))

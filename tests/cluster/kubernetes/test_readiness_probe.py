@@ -46,13 +46,13 @@ async def test_age_of_the_file_is_that_of_the_last_token(
 
 
 def test_node_without_a_running_worker_is_not_ready(folder: Path) -> None:
-    assert readiness_probe.not_ready_reason(folder, 30.0, 1000.0) == "no worker serves here"
+    assert readiness_probe.not_ready_reason(folder, 30.0, 1000.0) == "no worker serves on this node"
     killed = subprocess.Popen([sys.executable, "-c", "pass"])
     killed.wait()
     mark(folder, killed.pid, 1000.0)
-    assert readiness_probe.not_ready_reason(folder, 30.0, 1000.0) == "no worker serves here", (
-        "the file of a dead worker does not count"
-    )
+    assert (
+        readiness_probe.not_ready_reason(folder, 30.0, 1000.0) == "no worker serves on this node"
+    ), "the file of a dead worker does not count"
 
 
 def test_one_computing_worker_makes_the_node_ready(folder: Path) -> None:

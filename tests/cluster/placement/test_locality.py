@@ -72,7 +72,7 @@ def test_error_names_missing_labels_and_those_of_the_nodes() -> None:
     assert str(refusal.value) == (
         "no room for mixed worker 0, which needs 1 CPUs on one node with disk=ssd and tier=fast "
         "(other workers were placed first); free resources: x (disk=hdd, no tier): 4 CPUs, 0 GPUs; "
-        "y (disk=ssd, no tier): 4 CPUs, 0 GPUs: request less, or fewer workers"
+        "y (disk=ssd, no tier): 4 CPUs, 0 GPUs: request fewer resources or fewer workers"
     )
 
 
@@ -128,7 +128,7 @@ def test_no_locality_if_all_zones_are_needed() -> None:
     placements = plan_placements(pools, FOUR)
     assert nears(placements) == [{}] * 4
     assert describe_locality(pools, placements, FOUR).startswith(
-        "workers run on any nodes: no ray.io/"
+        "workers run on any nodes: nodes with one or a few values of ray.io/"
     )
 
 

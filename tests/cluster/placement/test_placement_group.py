@@ -75,8 +75,8 @@ async def test_long_wait_reports_the_missing_resources(monkeypatch: pytest.Monke
     await Reservation(worker(), ray.report).acquire(wait_for_node=True)
     assert ray.requested == [ANYWHERE]
     assert ray.stages == [
-        "waiting for its place",
-        "waiting for its place: no node has CPU 1, decode 1 free",
+        "waiting for resources",
+        "waiting for resources: no node has CPU 1, decode 1 free",
     ]
 
 
@@ -106,7 +106,7 @@ async def test_without_room_near_other_workers_any_node_is_accepted(
     assert ray.requested == [near, {"disk": "ssd"}]
     assert ray.removed == [near], "an abandoned group would hold its resources"
     assert ray.stages == [
-        "waiting for its place",
+        "waiting for resources",
         "no room near the other workers: accepting any node",
     ]
 
@@ -119,7 +119,7 @@ async def test_existing_placement_is_reused(
     for _ in range(3):
         await reservation.acquire(wait_for_node=True)
     assert (ray.requested, ray.removed) == ([{ZONE: "a"}], [])
-    assert ray.stages == ["waiting for its place"]
+    assert ray.stages == ["waiting for resources"]
 
 
 async def test_after_a_lost_node_placement_is_tried_near_and_then_anywhere(
@@ -133,12 +133,12 @@ async def test_after_a_lost_node_placement_is_tried_near_and_then_anywhere(
     await reservation.acquire(wait_for_node=True)
     assert ray.requested == [{ZONE: "a"}, ANYWHERE]
     assert ray.stages[1:] == [
-        "waiting for its place again",
+        "waiting for resources again",
         "no room near the other workers: accepting any node",
     ]
     ray.full = [ANYWHERE]
     waiting = asyncio.create_task(reservation.acquire(wait_for_node=True))
-    while ray.stages[-1] != "waiting for its place again":
+    while ray.stages[-1] != "waiting for resources again":
         await asyncio.sleep(0)
     ray.full = []
     await waiting

@@ -46,7 +46,7 @@ def test_long_stage_is_reported_again_at_growing_intervals() -> None:
 
 def test_each_stage_has_its_own_timer() -> None:
     recorder = Recorder()
-    recorder.reminders(WHO, Progress("waiting for its place"))
+    recorder.reminders(WHO, Progress("waiting for resources"))
     assert recorder.after(9) == []
     recorder.reminders(WHO, Progress("weights", 1_000_000, 2_000_000))
     assert recorder.after(9) == []
