@@ -1,3 +1,3 @@
-"""Penstock serves large language models on a cluster: see docs/architecture.md."""
+"""Penstock serves large language models on a cluster. See docs/architecture.md."""
 
 __version__ = "0.1.0"

@@ -1,6 +1,6 @@
 """The command line: `penstock serve`, `chat`, `status`, `explain`, `role`, `bench` and others.
 
-A package is imported only when a command needs it, so that `--help` is fast.
+Each package is imported only when a command needs it, so that `penstock --help` is fast.
 """
 
 import os
@@ -27,10 +27,10 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code, 2 for invalid arguments.
+    """Run a command and return its exit code, which is 2 for invalid arguments.
 
-    If the reader of standard output has closed the pipe, as in `penstock chat | head -1`, return
-    the exit code of a process that was killed by SIGPIPE.
+    The reader of standard output may close the pipe early, as in `penstock chat | head -1`. In this
+    case, return the exit code of a process that was killed by SIGPIPE.
     """
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in ("--help", "-h", "help"):
@@ -53,7 +53,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _has_lost_reader() -> bool:
-    """Return whether the reader of standard output has closed it; if so, discard further output."""
+    """Return whether the reader of standard output has closed the pipe.
+
+    If so, further output is discarded.
+    """
     output = sys.stdout.fileno()
     poll = select.poll()
     poll.register(output, 0)

@@ -1,4 +1,4 @@
-"""Entry point of `python -m penstock.cli`, equivalent to `penstock`."""
+"""Entry point of `python -m penstock.cli`, which does the same as `penstock`."""
 
 import sys
 

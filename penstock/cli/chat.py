@@ -1,6 +1,7 @@
 """Chat with a server over gRPC. Without a terminal, each input line is a question.
 
-If a router fails during an answer, the answer continues at another router or at its replacement.
+If a router fails during an answer, the answer continues at another router, or at the same router
+once it has been restarted.
 """
 
 import argparse
@@ -29,12 +30,12 @@ from penstock.protos.inference_pb2_grpc import InferenceStub
 
 DEFAULT = "127.0.0.1:9000"
 SECONDS_TO_CONNECT = 10.0
-# An interrupted answer is retried until this time has passed since its last piece.
+# An interrupted answer is retried for this many seconds after its last piece of text.
 SECONDS_TO_RETURN = 60.0
 
 
 class ChatFailed(RuntimeError):
-    """The server cannot be reached or does not answer; the message is one line."""
+    """The server cannot be reached or does not answer. The message has only one line."""
 
 
 @dataclass(slots=True)
@@ -44,9 +45,9 @@ class Conversation:
     Args:
         stubs: gRPC stubs of `penstock.v1.Inference`, one per router.
         metadata: gRPC metadata of every call.
-        model: name of the model; empty: the server's only model.
+        model: name of the model, or "" for the server's only model.
         sampling: sampling parameters of the answers.
-        messages: the conversation so far.
+        messages: the messages of the conversation so far.
     """
 
     stubs: Sequence[Any]
@@ -56,7 +57,7 @@ class Conversation:
     messages: list[ChatMessage] = field(default_factory=list)
 
     def describe(self) -> str:
-        """Return the name of the model that answers; raise `ChatFailed` if no router replies."""
+        """Return the name of the model that answers. Raise `ChatFailed` if no router replies."""
         failure = ChatFailed("no router address was given")
         for stub in self.stubs:
             try:
@@ -75,8 +76,9 @@ class Conversation:
     def send(self, question: str) -> Generator[str, None, None]:
         """Yield the answer to `question` piece by piece.
 
-        The question and the received part of the answer are added to the conversation, even if the
-        generator is closed early or fails. If nothing was received, the conversation is unchanged.
+        The question and the received part of the answer are added to the conversation. This also
+        happens if the generator is closed early or fails. If no text was received, the conversation
+        is not changed.
 
         Raises:
             ChatFailed: the answer could not be completed.
@@ -121,7 +123,7 @@ class Conversation:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; return 1 if the server cannot be reached or fails, 2 for bad input."""
+    """Run the command. Return 1 if the server cannot be reached or fails, and 2 for bad input."""
     given = _parser().parse_args(arguments)
     try:
         key = client_key(given.api_key_file)
@@ -191,7 +193,7 @@ def _answer(talk: Conversation) -> int:
 
 
 def _converse(talk: Conversation, name: str) -> int:
-    """Chat interactively; Ctrl-C stops an answer or, at the prompt, ends the chat."""
+    """Chat interactively. Ctrl-C stops an answer, and ends the chat if no answer is running."""
     console = Console(highlight=False)
     console.print(f"[dim]Chatting with {name}. Ctrl-D quits; /new starts a new conversation.[/]")
     while True:
@@ -207,7 +209,7 @@ def _converse(talk: Conversation, name: str) -> int:
 
 
 def show(talk: Conversation, question: str, console: Console) -> None:
-    """Send a question and print the answer as it arrives; Ctrl-C stops the answer."""
+    """Send a question and print the answer as it arrives. Ctrl-C stops the answer."""
     console.print("[bold cyan]answer> [/]", end="")
     pieces = talk.send(question)
     try:
@@ -223,7 +225,7 @@ def show(talk: Conversation, question: str, console: Console) -> None:
 
 
 def _error_text(error: grpc.RpcError) -> str:
-    """Return the error of a failed call in one line."""
+    """Return the error of a failed gRPC call in one line."""
     code, details = error.code(), " ".join((error.details() or "").split())
     if code is grpc.StatusCode.UNAVAILABLE and "connect" in details.lower():
         return "no server answers there: start one with `penstock serve`, or give another --address"

@@ -18,21 +18,21 @@ WANTED_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "LICENSE*"]
 
 
 class NoModel(ValueError):
-    """MODEL is not a checkpoint that can be found or downloaded; the message is one line."""
+    """The model's checkpoint cannot be found or downloaded. The message has only one line."""
 
 
 def find(model: str = BUNDLED, revision: str | None = None) -> Path:
-    """Return the folder or GGUF file of a model; download it first if `model` is a hub name.
-
-    Args:
-        model: a folder, a GGUF file, a hub name or `BUNDLED`.
-        revision: commit, tag or branch on the hub; None: the main branch.
+    """Return the folder or GGUF file of a model, after downloading it if `model` is a hub name.
 
     The name `demo` (`BUNDLED`) always means the bundled model. To use a local folder with that
     name, pass `./demo`.
 
+    Args:
+        model: a folder, a GGUF file, a hub name or `BUNDLED`.
+        revision: commit, tag or branch on the hub, or None for the main branch.
+
     Raises:
-        NoModel: the download failed, or `revision` is given for a local or bundled model.
+        NoModel: the download failed, or `revision` was given for a local or bundled model.
     """
     if model != BUNDLED and _is_on_hub(model):
         return download(model, WANTED_FILES, revision=revision)
@@ -44,7 +44,7 @@ def find(model: str = BUNDLED, revision: str | None = None) -> Path:
 
 
 def default_name(model: str) -> str:
-    """Return the default name of a model in the API: its hub name, or its folder or file name."""
+    """Return the default name of a model in the API: its hub name, folder name or file name."""
     if _is_on_hub(model):
         return model
     path = Path(os.path.abspath(Path(model).expanduser()))
@@ -59,12 +59,14 @@ def _is_on_hub(model: str) -> bool:
 def download(
     model: str, wanted: list[str], folder: Path | None = None, revision: str | None = None
 ) -> Path:
-    """Download a hub model's files that match `wanted`, into the hub's cache or into `folder`.
+    """Download those files of a hub model that match `wanted`.
+
+    The files are stored in the hub's local cache, or in `folder` if it is given.
 
     Raises:
         NoModel: the download failed, and the cache has no copy.
     """
-    # Imported here, because the import is slow and rarely needed.
+    # The hub library is imported here, because the import is slow and rarely needed.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         HfHubHTTPError,
@@ -91,7 +93,8 @@ def check(folder: Path, with_weights: bool = True) -> None:
 
     Args:
         folder: the checkpoint folder, or the GGUF file.
-        with_weights: also check the weight files; these may exist only on the workers' nodes.
+        with_weights: whether to check the weight files as well. They may exist only on the workers'
+            nodes.
 
     Raises:
         BadCheckpoint: a file is missing or broken.
@@ -99,7 +102,7 @@ def check(folder: Path, with_weights: bool = True) -> None:
     """
     check_config(folder)
     if is_gguf(folder):
-        tokenizer_of(folder)  # the tensors were already checked by `check_config`
+        tokenizer_of(folder)  # `check_config` has already checked the tensors of the GGUF file
         return
     if not with_weights:
         _check_there(folder / "tokenizer.json")

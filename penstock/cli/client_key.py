@@ -11,12 +11,18 @@ ABOUT = f"file with the API key; by default the variable {VARIABLE}, if it is se
 
 
 def add_key_file(parser: argparse.ArgumentParser) -> None:
-    """Add `--api-key-file`; pass its value to `penstock.common.api_key.client_key`."""
+    """Add the flag `--api-key-file`.
+
+    Pass its value to `penstock.common.api_key.client_key` to read the key.
+    """
     parser.add_argument("--api-key-file", type=Path, metavar="FILE", help=ABOUT)
 
 
 def refuse_key(parser: argparse.ArgumentParser) -> None:
-    """Add a hidden `--api-key KEY` that fails with an error; the error does not show the key."""
+    """Add a hidden flag `--api-key KEY` that always fails with an error.
+
+    The error message does not contain the key.
+    """
     hidden = argparse.SUPPRESS
     parser.add_argument("--api-key", nargs="?", action=_Refusal, default=hidden, help=hidden)
 

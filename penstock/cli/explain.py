@@ -1,4 +1,4 @@
-"""Explain why a request ran where it did, and where its time went."""
+"""Explain on which workers a request ran, for which reason, and where its time went."""
 
 import http.client
 import json
@@ -18,16 +18,17 @@ from penstock.common.api_key import client_key
 Json: TypeAlias = dict[str, Any]
 
 DEFAULT = "http://127.0.0.1:8000"
-SECONDS_TO_ANSWER = 10.0  # the router may first ask the other routers, and wait for them
+# Seconds to wait for the reply. The router may first have to ask the other routers.
+SECONDS_TO_ANSWER = 10.0
 
 
 class NoExplanation(RuntimeError):
-    """The router did not return an explanation; the message is one line."""
+    """The router did not return an explanation. The message has only one line."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; return 1 if there is no explanation, 2 if the URL is invalid."""
-    # Unlike `parse_args`, this accepts the optional URL after an option.
+    """Run the command. Return 1 if there is no explanation, and 2 if the URL is invalid."""
+    # Unlike `parse_args`, this method accepts the optional URL after an option.
     given = _parser().parse_intermixed_args(arguments)
     try:
         found = fetch(given.url, given.id, client_key(given.api_key_file))
@@ -48,7 +49,7 @@ def fetch(url: str, request_id: str, key: str = "") -> Json:
     """Return the explanation of a request as JSON.
 
     Raises:
-        NoExplanation: the router returned no explanation; the message gives the reason.
+        NoExplanation: the router returned no explanation. The message gives the reason.
         ValueError: the URL is invalid.
     """
     connection, path = connect(url, SECONDS_TO_ANSWER)

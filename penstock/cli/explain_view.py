@@ -12,7 +12,7 @@ from penstock.cli.status_view import duration, number
 
 Json: TypeAlias = Mapping[str, Any]
 
-BAR = 40  # width of the bar of phases, in characters
+BAR = 40  # width of the bar that shows the phases of a request, in characters
 
 COLOURS = {
     "queue": "yellow",
@@ -40,13 +40,13 @@ TEXTS = {
     "worker_lost": "{worker} was lost",
     "ended": "ended after {tokens} tokens",
 }
-"""Text of each kind of event; other kinds are shown by their names."""
+"""Text of each kind of event. Other kinds of events are shown by their names."""
 
 BAD = ("readmitted", "transfer_failed", "rejected", "worker_lost")
 
 
 def timeline(found: Json) -> RenderableType:
-    """Render the JSON of `/v1/requests/ID/explain`."""
+    """Render the JSON that `/v1/requests/ID/explain` returns."""
     sections: list[RenderableType] = [
         Text.assemble((str(found["request_id"]), "bold"), f" at {found['router']}")
     ]
@@ -97,7 +97,7 @@ def _summary(request: Json) -> Text:
 
 
 def _bar(times: Sequence[Json], seconds: float) -> Text:
-    """Return a bar of the phases, and below it their durations."""
+    """Return a bar that shows the phases of a request, with their durations below it."""
     bar, names = Text(), Text()
     spent = [(each["phase"], each["seconds"]) for each in times if each["seconds"] > 0]
     end, drawn = 0.0, 0
@@ -130,7 +130,7 @@ def _event(event: Json) -> RenderableType:
 
 
 def _candidates(event: Json) -> Table:
-    """Return the workers that the decision compared; chosen ones are marked."""
+    """Return a table of the workers that the router compared. The chosen workers are marked."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     names = ("", "worker", "role", "cost", "queued", "sequences", "cached", "")
     for column, name in enumerate(names):

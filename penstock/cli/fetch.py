@@ -1,6 +1,6 @@
 """Download a checkpoint from the hub: `python -m penstock.cli.fetch MODEL FOLDER`.
 
-The pods of the Helm chart run this command, so that each pod has the checkpoint at the same path.
+Each pod of the Helm chart runs this command, so that all pods have the checkpoint at the same path.
 """
 
 import argparse
@@ -14,7 +14,7 @@ WEIGHTS = "*.safetensors"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return 1 if the download failed."""
+    """Run the command. Return 1 if the download failed, and 0 otherwise."""
     parser = argparse.ArgumentParser(
         prog="python -m penstock.cli.fetch", description=__doc__, allow_abbrev=False
     )

@@ -1,4 +1,4 @@
-"""Command-line flags of `penstock serve`, generated from the records of the specification."""
+"""Command-line flags of `penstock serve`, generated from the dataclasses of the specification."""
 
 import argparse
 import sys
@@ -31,18 +31,18 @@ ALSO = {
     "pp": ["--pipeline-parallel-size"],
     "labels": ["--label"],
 }
-"""Additional flag names of settings; most are vLLM's names."""
+"""Additional names of the flags of some settings. Most of them are vLLM's names."""
 
 EVERY_POOL = "pools.*"
 THE_MODEL = "models.*"
 PATH, NAME = f"{THE_MODEL}.path", "model_name"
 COUNTS = ("replicas", "min_replicas", "max_replicas")
-"""Settings with a separate flag for each pool."""
+"""Settings that have a separate flag for each pool."""
 UNSET = argparse.SUPPRESS
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that prints errors in one line."""
+    """An argument parser that prints an error in one line."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -54,13 +54,13 @@ class Parser(argparse.ArgumentParser):
 
 
 def read_spec(arguments: Sequence[str]) -> ClusterSpec:
-    """Return the specification for `penstock serve`: the file's settings, overridden by flags.
+    """Return the specification for `penstock serve`. Flags override the settings of the file.
 
-    Exit with code 2 if the flags cannot be parsed.
+    The program exits with code 2 if the flags cannot be parsed.
 
     Raises:
-        SpecError: the specification is invalid. The message names the flag that set the invalid
-            value, or the setting if the value is from the file.
+        SpecError: the specification is invalid. The message names the flag with the invalid value,
+            or the setting if the value is from the file.
     """
     parser = _parser()
     given = vars(parser.parse_args(arguments))
@@ -73,9 +73,12 @@ def read_spec(arguments: Sequence[str]) -> ClusterSpec:
 
 
 def _with_flag(message: str, flags: Mapping[str, str]) -> str:
-    """If a flag set the setting that `message` begins with, replace the setting by the flag."""
+    """Replace the setting at the start of an error message by the flag that set it.
+
+    The message is not changed if no flag set the setting.
+    """
     words = message.split(": ")
-    for length in (1, 2):  # the setting may be split by ": ", as in `pools.decode: labels: ...`
+    for length in (1, 2):  # the setting may contain ": ", as in `pools.decode: labels: ...`
         setting = ".".join(words[:length])
         of_all = f"{setting.partition('.')[0]}.*.{setting.rpartition('.')[2]}"
         flag = flags.get(setting) or flags.get(of_all)
@@ -85,7 +88,7 @@ def _with_flag(message: str, flags: Mapping[str, str]) -> str:
 
 
 def _parse(given: dict[str, Any]) -> ClusterSpec:
-    """Return the specification for parsed arguments; raise `SpecError` if it is invalid."""
+    """Return the specification for parsed arguments. Raise `SpecError` if it is invalid."""
     path = given.pop("config", None)
     content = file = read_file(path) if path is not None else {}
     ranks: dict[str, Any] = {}
@@ -110,16 +113,16 @@ def _parse(given: dict[str, Any]) -> ClusterSpec:
 def _over_model(
     content: dict[str, Any], name: str | None, settings: dict[str, Any]
 ) -> dict[str, Any]:
-    """Apply the model's flags to the entry of `models`, if there is exactly one entry.
+    """Apply the flags of the model to the entry of `models`, if there is exactly one entry.
 
-    If a path is given but no `name`, the entry is renamed to the default name of the path.
-    Otherwise the new checkpoint would be served under the name of the old one.
+    If the flags give a path but no `name`, the entry gets the default name of the path. Otherwise
+    the new checkpoint would be served under the name of the old one.
     """
     models = content.get("models", {BUNDLED: {}})
     if not (name or settings):
         return content
     if not (isinstance(models, Mapping) and len(models) == 1):
-        return content  # invalid: `parse` raises the error
+        return content  # later, `parse` raises the error about invalid models
     ((own_name, own),) = models.items()
     if not (isinstance(own_name, str) and isinstance(own, Mapping)):
         return content
@@ -130,21 +133,22 @@ def _over_model(
 
 
 def _nested(name: str, value: Any) -> dict[str, Any]:
-    """Return nested dicts for a dotted name: {"a": {"b": 1}} for `a.b` and 1."""
+    """Return nested dicts for a dotted name. For example, `a.b` and 1 become {"a": {"b": 1}}."""
     for key in reversed(name.split(".")):
         value = {key: value}
     return dict(value)
 
 
 def _default_pools(ranks: dict[str, Any]) -> dict[str, Any]:
-    """Return the pools to use if no pool is given."""
+    """Return the pools of a cluster whose specification gives no pools."""
     if ranks.get("tp", 1) != 1 or ranks.get("pp", 1) != 1:
-        return {"mixed": {}}  # one machine may lack room for two workers with several ranks
+        # One machine may lack room for two workers that have several ranks each.
+        return {"mixed": {}}
     return {role: {} for role in ROLES if getattr(DEFAULT_POOLS, role).replicas}
 
 
 def _with_default_pools(content: dict[str, Any], ranks: dict[str, Any]) -> dict[str, Any]:
-    """Add the default pools if `content` has no pools other than the default pools."""
+    """Add the default pools to `content`, unless it has a pool that is not one of them."""
     default, bounded = _default_pools(ranks), content.get("pools", {})
     return merged({"pools": default}, content) if bounded.keys() <= default.keys() else content
 
@@ -153,7 +157,7 @@ def _over_pools(content: dict[str, Any], ranks: dict[str, Any]) -> dict[str, Any
     """Apply the flags that hold for every pool to each pool of `content`."""
     pools = content.get("pools", _default_pools(ranks))
     if not ranks or not isinstance(pools, dict):
-        return content  # if `pools` is invalid, `parse` raises the error
+        return content  # later, `parse` raises the error about invalid pools
     over = {role: ranks for role, pool in pools.items() if isinstance(pool, dict)}
     return merged(content, {"pools": merged(pools, over)})
 
@@ -258,7 +262,7 @@ def _add(group: Any, record: type, where: str, without: Sequence[str] = ()) -> N
 
 
 def _argument_options(kind: Any) -> dict[str, Any]:
-    """Return argparse options for a value of type `kind`."""
+    """Return the argparse options for a flag whose value has the type `kind`."""
     if get_origin(kind) is Literal:
         return {"choices": get_args(kind)}
     if get_origin(kind) is tuple:

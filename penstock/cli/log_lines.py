@@ -1,4 +1,4 @@
-"""Machine-readable log of `penstock serve`: one line per event, as key=value pairs or JSON."""
+"""Machine-readable log of `penstock serve`, with one line of key=value pairs or JSON per event."""
 
 import json
 import math
@@ -17,7 +17,10 @@ PLAIN = re.compile(r"[^\s\"=\\]+")
 
 
 def keys_line(fields: Fields) -> str:
-    """Format fields as key=value pairs; skip None, and quote values as JSON strings if needed."""
+    """Format fields as key=value pairs, and leave out fields that are None.
+
+    Values with spaces or special characters are quoted as JSON strings.
+    """
     return " ".join(f"{key}={_word(value)}" for key, value in fields.items() if value is not None)
 
 
@@ -34,7 +37,7 @@ class EventLog:
     Args:
         line_format: format of the lines.
         write: called with each line.
-        now: returns seconds since 1970.
+        now: returns the time in seconds since 1970.
     """
 
     def __init__(
@@ -50,7 +53,7 @@ class EventLog:
 
     def __call__(self, title: str, notice: status_events.StatusEvent) -> None:
         if isinstance(notice, status_events.Progress):
-            # Byte counts change many times per second: write one line per stage.
+            # Byte counts change many times per second, so write only one line per stage.
             if self._stages.get(title) == notice.stage:
                 return
             self._stages[title] = notice.stage
@@ -59,7 +62,7 @@ class EventLog:
         self._write_event(at, level, title, event, fields)
 
     def print_line(self, text: str) -> None:
-        """Write a line of human-readable text as an event named `said`; ignore an empty line."""
+        """Write a non-empty line of text for people as an event with the name `said`."""
         if text.strip():
             self._write_event(None, "info", "", "said", {"message": text.strip()})
 
@@ -81,7 +84,7 @@ class EventLog:
 
 
 def event_fields(event: status_events.StatusEvent) -> tuple[str, str, Fields]:
-    """Return the level, name and fields of an event."""
+    """Return the level, the name and the fields of an event."""
     match event:
         case status_events.Progress(stage, _, total):
             return "info", "progress", {"stage": stage, "bytes": total or None}
@@ -110,7 +113,7 @@ def _warning_fields(
     | status_events.Stuck
     | status_events.LogLine,
 ) -> tuple[str, str, Fields]:
-    """Return the level, name and fields of an event that may need attention."""
+    """Return the level, the name and the fields of an event that may need attention."""
     match notice:
         case status_events.Died(reason, delay):
             return "warning", "died", {"reason": reason, "restart_seconds": delay}
@@ -128,7 +131,10 @@ def _word(value: Scalar) -> str:
 
 
 def _rounded(value: Scalar) -> Scalar:
-    """Round times to microseconds; NaN and infinities, which JSON lacks, become strings."""
+    """Round a time to microseconds.
+
+    NaN and infinities become strings, because JSON has no such numbers.
+    """
     if isinstance(value, float):
         return round(value, 6) if math.isfinite(value) else str(value)
     return value

@@ -11,11 +11,12 @@ from penstock.cli.status import DEFAULT, MAX_BYTES, NoStatus, connect
 from penstock.common.api_key import client_key
 
 ROLES = ("prefill", "decode", "mixed")
-SECONDS_TO_ANSWER = 30.0  # longer than a router waits for the supervisor to record the role
+# Seconds to wait for the reply. The router itself waits less for the supervisor.
+SECONDS_TO_ANSWER = 30.0
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; return 1 if the role was not changed, 2 if the URL is invalid."""
+    """Run the command. Return 1 if the role was not changed, and 2 if the URL is invalid."""
     given = _parser().parse_args(arguments)
     try:
         change(given.url, client_key(given.api_key_file), given.worker, given.role)
@@ -30,10 +31,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def change(url: str, key: str, worker: str, role: str) -> None:
-    """Change a worker's role through a router.
+    """Change the role of a worker through a router.
 
     Raises:
-        NoStatus: the role was not changed; the message gives the reason.
+        NoStatus: the role was not changed. The message gives the reason.
         ValueError: the URL is invalid.
     """
     connection, path = connect(url, SECONDS_TO_ANSWER)

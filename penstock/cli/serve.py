@@ -39,21 +39,25 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STOPPED_BY_SIGNAL = 130
 SECONDS_TO_CONNECT = 5.0
 RAY_CHECK_SECONDS = 0.5
-ECHO_SECONDS = 0.5  # a signal this soon after the first is a duplicate and ignored
+ECHO_SECONDS = 0.5  # another signal within this many seconds of the first is ignored as a duplicate
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; return 2 if nothing was started, 1 if something failed later."""
+    """Run the command and return its exit code.
+
+    The code is 2 if an argument is wrong, so that no process was started. It is 1 after later
+    failures.
+    """
     try:
         spec = flags.read_spec(arguments)
         api_keys = read_api_keys(spec, os.environ)
         spec = with_chat_template(spec)
         check_access(spec, has_keys=bool(api_keys))
         folder = checkpoint.find(spec.checkpoint, spec.model.revision)
-        # Skip the weights with `pool_nodes`, because they are only on the workers' nodes.
+        # With `pool_nodes`, only the nodes of workers have the weights, so do not check them here.
         checkpoint.check(folder, with_weights=not spec.pool_nodes)
         check_ranks(spec, folder)
-        # On an existing cluster the router may run on another machine: do not check its ports.
+        # On an existing cluster, routers may run elsewhere, so their ports are not checked.
         if spec.ray_address is None:
             check_ports(spec)
         else:
@@ -68,11 +72,11 @@ def main(arguments: Sequence[str]) -> int:
 
 
 class BadAddress(ValueError):
-    """An address cannot be listened on or connected to; the message names the address."""
+    """An address cannot be listened on or connected to. The message names the address."""
 
 
 def check_ranks(spec: ClusterSpec, folder: Path) -> None:
-    """Check that the model can be sharded over the ranks of every pool; raise `BadShape`."""
+    """Check that the ranks of every pool can share the model. Raise `BadShape` if they cannot."""
     for role in ROLES:
         pool = getattr(spec.pools, role)
         if pool.most:
@@ -83,7 +87,7 @@ def check_ranks(spec: ClusterSpec, folder: Path) -> None:
 
 
 def check_ports(spec: ClusterSpec) -> None:
-    """Check that the routers' ports are free; raise `BadAddress`."""
+    """Check that the ports of all routers are free. Raise `BadAddress` if one is not."""
     names = ("http", "grpc", "admin")
     ports = [zip(names, spec.ports(number), strict=True) for number in range(spec.routers)]
     for name, port in chain.from_iterable(ports):
@@ -102,10 +106,10 @@ def check_ports(spec: ClusterSpec) -> None:
 
 
 def check_ray(address: str) -> None:
-    """Check that a server listens at Ray's address; Ray itself would retry for minutes.
+    """Check that a server listens at the address of Ray. Ray itself would retry for minutes.
 
     Raises:
-        BadAddress: the address is invalid, or nothing listens there.
+        BadAddress: the address is invalid, or no server listens there.
     """
     if address == "auto":
         return
@@ -125,15 +129,17 @@ def check_ray(address: str) -> None:
 
 
 class Interrupts:
-    """Handles signals: the first starts a graceful shutdown, the second kills all processes.
+    """Handles SIGINT, SIGTERM and SIGHUP.
 
-    SIGINT, SIGTERM and SIGHUP are handled. Initially, the first signal raises KeyboardInterrupt.
-    Other code may swallow this exception while Ray starts, so `wanted` also records the signal.
+    The first signal starts a graceful shutdown, and the second signal kills all processes. Until
+    the cluster runs, the first signal raises KeyboardInterrupt. Other code may swallow this
+    exception while Ray starts, so `wanted` also records the signal.
     """
 
     def __init__(self) -> None:
         self.first: Callable[[], object] = _interrupt
-        self.abandon: Callable[[], object] = _nothing  # kills all processes, at the second signal
+        # Called at the second signal, to kill all processes.
+        self.abandon: Callable[[], object] = _nothing
         self._first_seen: float | None = None
 
     @property
@@ -143,7 +149,7 @@ class Interrupts:
 
     def install(self) -> None:
         for number in SIGNALS:
-            # Do not handle SIGHUP under nohup, which ignores this signal.
+            # Under `nohup`, a process ignores SIGHUP, so do not install a handler for SIGHUP.
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._handle)
 
@@ -168,10 +174,10 @@ def _nothing() -> None:
 
 
 def serve(spec: ClusterSpec, folder: Path, view: View, api_keys: Sequence[ApiKey]) -> int:
-    """Serve until stopped; return the exit code."""
+    """Serve until the cluster is stopped, and return the exit code."""
     interrupts = Interrupts()
     interrupts.install()
-    # Imported here: importing Ray takes a second, and argument errors must appear earlier.
+    # Importing Ray takes a second, so errors about arguments are reported before this import.
     from penstock.cluster.placement.placement import PlacementError
     from penstock.cluster.processes.actor_handle import StartFailed
     from penstock.cluster.ray_session import RayFailed, RaySession
@@ -197,7 +203,7 @@ def serve(spec: ClusterSpec, folder: Path, view: View, api_keys: Sequence[ApiKey
 
 
 class _Run:
-    """One run of the command, from the start of Ray to the shutdown of Ray."""
+    """One run of the command, from the start of Ray until Ray has been shut down."""
 
     def __init__(
         self,
@@ -222,21 +228,23 @@ class _Run:
         return time.monotonic() - self._began
 
     def start_ray(self) -> None:
-        """Report that Ray is being started or connected to."""
+        """Report that Ray is being started, or that the program connects to Ray."""
         self._view(
             "Ray", status_events.Progress("connecting" if self._spec.ray_address else "starting")
         )
 
     def supervise(self, work: Callable[[asyncio.Event], Awaitable[None]]) -> None:
-        """Run `work` with an event; setting this event makes `work` shut down gracefully."""
-        self._interrupts.install()  # again, because Ray has replaced the handlers by its own
+        """Run `work` with an event. Setting the event makes `work` shut down gracefully."""
+        # Ray has installed its own signal handlers, so install ours again.
+        self._interrupts.install()
         self._view("Ray", status_events.Ready(self._seconds))
         asyncio.run(self._supervise(work))
 
     async def _supervise(self, work: Callable[[asyncio.Event], Awaitable[None]]) -> None:
         stop, loop = asyncio.Event(), asyncio.get_running_loop()
         self._interrupts.first = lambda: loop.call_soon_threadsafe(stop.set)
-        if self._interrupts.wanted:  # a signal came while Ray started; Ray swallowed its exception
+        # A signal arrived while Ray started, and Ray swallowed its exception.
+        if self._interrupts.wanted:
             raise KeyboardInterrupt
         watching = asyncio.create_task(self._watch_ray())
         try:
@@ -248,7 +256,7 @@ class _Run:
     async def _watch_ray(self) -> None:
         while self.session.is_alive():
             await asyncio.sleep(RAY_CHECK_SECONDS)
-        # Ray is dead: every call of Ray, including ray.shutdown, would hang for a minute.
+        # Ray is dead, so every call of Ray, including `ray.shutdown`, would hang for a minute.
         self._view.close()
         print(
             "penstock serve: Ray died, so the cluster has ended",
@@ -259,7 +267,7 @@ class _Run:
         os._exit(1)
 
     def show(self, title: str, notice: status_events.StatusEvent) -> None:
-        """Show a status event; once the cluster serves, also print how to use it."""
+        """Show a status event. Once the cluster serves, also print how to use it."""
         self._view(title, notice)
         if isinstance(notice, status_events.Serving) and self._spec.log_format == "text":
             for line in greeting(self._spec, self._folder, notice, self._seconds, self._has_keys):
@@ -273,7 +281,7 @@ def greeting(
     seconds: float,
     has_keys: bool,
 ) -> list[str]:
-    """Return the lines to print when the cluster is ready: addresses and commands to paste."""
+    """Return the lines to print when the cluster is ready, with addresses and commands to paste."""
     name = spec.model_name
     http, grpc, admin = map(_reachable, (serving.http, serving.grpc, serving.admin))
     body: dict[str, object] = {"model": name, "temperature": 0}
@@ -303,7 +311,7 @@ def greeting(
 
 
 def _program() -> str:
-    """Return the command that calls this program from the current folder."""
+    """Return a command that runs this program from the current folder."""
     here = Path(sys.executable).with_name("penstock")
     if shutil.which("penstock") is not None or not here.exists():
         return "penstock"
@@ -311,7 +319,7 @@ def _program() -> str:
 
 
 def _reachable(address: str) -> str:
-    """Return an address to connect to: 127.0.0.1 in place of a wildcard address."""
+    """Return the address to which clients connect. A wildcard address becomes 127.0.0.1."""
     host, _, port = address.rpartition(":")
     return f"127.0.0.1:{port}" if host in ("0.0.0.0", "::", "[::]") else address
 

@@ -22,15 +22,15 @@ Json: TypeAlias = dict[str, Any]
 DEFAULT = "http://127.0.0.1:8001"
 SECONDS_TO_ANSWER = 5.0
 MAX_BYTES = 16 << 20
-TRIES = 5  # with --watch: consecutive failures before giving up
+TRIES = 5  # with --watch, the command gives up after this many failures in a row
 
 
 class NoStatus(RuntimeError):
-    """The router did not return a status; the message is one line."""
+    """The router did not return a status. The message has only one line."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; return 1 if there is no status, 2 if the URL is invalid."""
+    """Run the command. Return 1 if there is no status, and 2 if the URL is invalid."""
     given = _parser().parse_args(arguments)
     try:
         key = client_key(given.api_key_file)
@@ -54,7 +54,11 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def watch(url: str, key: str | None, seconds: float) -> None:
-    """Show the status every `seconds` until Ctrl-C; raise `NoStatus` after `TRIES` failures."""
+    """Show the status every `seconds` seconds until Ctrl-C.
+
+    Raises:
+        NoStatus: `TRIES` requests in a row have failed.
+    """
     missed = 0
     status = fetch(url, key)
     with Live(console=Console(highlight=False), auto_refresh=False, screen=False) as live:
@@ -70,7 +74,12 @@ def watch(url: str, key: str | None, seconds: float) -> None:
 
 
 def fetch(url: str, key: str | None = None) -> Json:
-    """Return a router's status; raise `NoStatus` on failure, or ValueError for an invalid URL."""
+    """Return the status of a router.
+
+    Raises:
+        NoStatus: the router returned no status. The message gives the reason.
+        ValueError: the URL is invalid.
+    """
     connection, path = connect(url)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
@@ -94,7 +103,9 @@ def fetch(url: str, key: str | None = None) -> Json:
 
 
 def connect(url: str, timeout: float = SECONDS_TO_ANSWER) -> tuple[http.client.HTTPConnection, str]:
-    """Return an unopened connection to the host of `url`, and the path (without a final slash).
+    """Return a connection to the host of `url`, and the path of `url` without a final slash.
+
+    The connection is not open yet.
 
     Raises:
         ValueError: the URL is invalid.

@@ -1,4 +1,4 @@
-"""Renders a router's status as tables for a terminal with 80 columns."""
+"""Renders the status of a router as tables for a terminal with 80 columns."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
@@ -13,16 +13,22 @@ COLOURS = {
     "ready": "green",
     "draining": "yellow",
     "suspect": "yellow",
-    "waiting": "yellow",  # state of a router that has no workers yet
+    "waiting": "yellow",  # the router has no workers yet
     "stuck": "red",
     "down": "red",
 }
-BAR = 8  # width of a bar, in characters
+BAR = 8  # width of the bar that shows the KV usage, in characters
 NOTHING = "-"
 
 
 def page(status: Json, url: str, now: float) -> RenderableType:
-    """Render a status (the JSON of `/status`) as tables; `now` is in seconds since 1970."""
+    """Render a status as tables.
+
+    Args:
+        status: the JSON that `/status` returns.
+        url: URL of the router, for the first line.
+        now: present time, in seconds since 1970.
+    """
     sections: list[RenderableType] = [_head(status, url)]
     if len(status["routers"]) > 1:
         sections.append(_routers(status["routers"]))
@@ -38,7 +44,7 @@ def page(status: Json, url: str, now: float) -> RenderableType:
 
 
 def number(value: float) -> str:
-    """Format a number briefly: 999, 1.2k, 34k, 5.6M."""
+    """Format a number with few characters, for example 999, 1.2k, 34k or 5.6M."""
     for unit in ("", "k", "M", "G", "T"):
         if abs(value) < 999.5 or unit == "T":
             break
@@ -47,7 +53,7 @@ def number(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format a duration briefly: 3.4 ms, 120 ms, 12.3 s, 14 min, 3 h."""
+    """Format a duration with few characters, for example 3.4 ms, 120 ms, 12.3 s, 14 min or 3 h."""
     if seconds >= 599.5:
         return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
     if seconds >= 0.9995:
@@ -119,7 +125,7 @@ def _workers(workers: Sequence[Json]) -> Table:
 
 
 def _roles(roles: Mapping[str, Json], now: float) -> Text:
-    """Return the roles that operators have set, one line per worker."""
+    """Return the roles that operators have set, with one line per worker."""
     text = Text()
     for worker, given in sorted(roles.items()):
         since = duration(max(now - given["at"], 0.0))
@@ -144,7 +150,7 @@ def _numbers(numbers: Json | None) -> list[str | Text]:
 
 
 def _kv(blocks: Mapping[str, int]) -> Text:
-    """Return a bar of the KV blocks in use; leased and reserved blocks have another colour."""
+    """Return a bar of the KV blocks in use. Leased and reserved blocks have another colour."""
     total = sum(blocks.values())
     held = blocks["leased"] + blocks["reserved"]
     fraction = (blocks["used"] + held) / total if total else 0.0
@@ -176,7 +182,7 @@ def _scaling(scaling: Json, now: float) -> Text:
 def _why(size: Json) -> str:
     """Return a line with the reason for the size of a pool."""
     pool, least, most = size["pool"], size["least"], size["most"]
-    if least == most:  # the pool has a fixed size
+    if least == most:  # the size of this pool is fixed
         return f"{pool}, always {least}: {size['reason']}"
     held = f"; held by {size['held_by']}" if size["held_by"] else ""
     return f"{pool}, {least} to {most}: {size['reason']}{held}"

@@ -1,4 +1,4 @@
-"""Output of `penstock serve`: progress bars on a terminal, otherwise lines of text."""
+"""Output of `penstock serve`: progress bars on a terminal, and lines of text elsewhere."""
 
 from collections.abc import Callable
 from typing import Literal, TypeAlias
@@ -14,7 +14,7 @@ MB = 1e6
 
 
 def sentence(title: str, notice: status_events.StatusEvent) -> str:
-    """Return an event as a sentence; "" for an event that is not printed."""
+    """Return an event as a sentence, or "" if the event is not printed."""
     match notice:
         case status_events.Progress(stage, _, total):
             return f"{title}: {stage}" + (f" ({total / MB:.1f} MB)" if total else "")
@@ -51,7 +51,7 @@ class Lines:
 
     def __call__(self, title: str, notice: status_events.StatusEvent) -> None:
         if isinstance(notice, status_events.Progress):
-            # Byte counts change many times per second: print one line per stage.
+            # Byte counts change many times per second, so print only one line per stage.
             if self._stages.get(title) == notice.stage:
                 return
             self._stages[title] = notice.stage
@@ -64,7 +64,7 @@ class Lines:
 
 
 class _Bytes(ProgressColumn):
-    """A column with the loaded and total bytes of weights, if any."""
+    """A column with the loaded and the total bytes of weights, while weights are loaded."""
 
     def render(self, task: Task) -> Text:
         if not task.total or not task.fields["weights"]:
@@ -79,7 +79,7 @@ class _Seconds(ProgressColumn):
 
 
 class Bars:
-    """Shows a progress bar per process until the cluster is ready, then prints like `Lines`."""
+    """Shows a progress bar for each process until the cluster is ready, and then prints lines."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -105,17 +105,17 @@ class Bars:
             self._update_bar(title, notice)
             return
         if self._open and isinstance(notice, status_events.Waiting):
-            return  # print nothing: the bar already shows the seconds
+            return  # the progress bar already shows the seconds, so print nothing
         if isinstance(notice, status_events.Serving | status_events.Draining):
             self.close()
         self._lines(title, notice)
 
     def refresh(self) -> None:
-        """Redraw now instead of at the next tick."""
+        """Redraw the bars now instead of at the next tick."""
         self._progress.refresh()
 
     def close(self) -> None:
-        """Stop updating the bars; later events are printed as lines."""
+        """Stop updating the bars. Later events are printed as lines."""
         if self._open:
             self._open = False
             self._progress.stop()
@@ -143,7 +143,10 @@ View: TypeAlias = Lines | Bars | EventLog
 
 
 def make_view(log_format: Literal["text", "keys", "json"]) -> View:
-    """Return the view for a log format; use bars only if standard output is a terminal."""
+    """Return the view for a log format.
+
+    Progress bars are shown only if standard output is a terminal.
+    """
     if log_format != "text":
         return EventLog(log_format, _print)
     console = Console()

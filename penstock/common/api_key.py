@@ -1,6 +1,6 @@
-"""API keys: their records, and how keys are read from files and from the environment.
+"""API keys, and the functions that read them from files and from the environment.
 
-Keys are never read from command lines, because every user of a machine can list those.
+Keys are never read from command lines, because every user of a machine can list command lines.
 """
 
 import os
@@ -17,12 +17,12 @@ MIN_CHARACTERS = 16
 
 
 class BadKey(ValueError):
-    """An API key or its file cannot be used; the message does not contain the key."""
+    """An API key or the file with the key cannot be used. The message does not contain the key."""
 
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """An API key that a server accepts; logs and metrics show its name instead of the key.
+    """An API key that a server accepts. Logs and metrics show its name and never the key.
 
     The role `user` may use the model. An operator may also read and change the cluster's state. The
     role `metrics` may only read the state.
@@ -34,7 +34,7 @@ class ApiKey:
 
 
 def checked_key(text: str, allow_weak: bool = False) -> str:
-    """Return a key without the whitespace around it; raise `BadKey` if it cannot be a key."""
+    """Return a key without the whitespace around it. Raise `BadKey` if it cannot be a key."""
     key = text.strip()
     if not key:
         raise BadKey("is empty")
@@ -49,10 +49,10 @@ def checked_key(text: str, allow_weak: bool = False) -> str:
 
 
 def read_key_lines(path: Path) -> list[tuple[int, str]]:
-    """Return the number and text of each non-empty line of a file with keys.
+    """Return the number and the text of each non-empty line of a file with keys.
 
     Raises:
-        BadKey: the file cannot be read, is empty, or may be read or written by other users.
+        BadKey: the file cannot be read, has no key, or can be read or written by other users.
     """
     try:
         with path.open("rb") as file:
@@ -71,7 +71,11 @@ def read_key_lines(path: Path) -> list[tuple[int, str]]:
 
 
 def client_key(path: Path | None, environment: Mapping[str, str] = os.environ) -> str:
-    """Return the key that a client sends: from a file, else from the environment, else "".
+    """Return the API key that a client sends, or "" if the client has no key.
+
+    Args:
+        path: file with the key. If it is None, the key is read from the environment.
+        environment: the environment variables.
 
     Raises:
         BadKey: the file or the variable has no valid key, or the file has several lines.

@@ -1,4 +1,4 @@
-"""Notation in which a model family writes the arguments of a tool call."""
+"""The notation in which a family of models writes the arguments of a tool call."""
 
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -8,18 +8,19 @@ Kind: TypeAlias = Literal["json", "tagged", "bracketed", "keywords"]
 
 @dataclass(frozen=True, slots=True)
 class ArgumentNotation:
-    """A notation of arguments, with the texts that delimit keys and values.
+    """A notation for the arguments of tool calls, with the texts that delimit keys and values.
 
-    An "expansion" is the right-hand side of a Lark grammar rule.
+    In this class, an "expansion" is the right-hand side of a rule of a Lark grammar.
 
     Attributes:
-        kind: `json`: a JSON object. `tagged`: keys and values between tags; strings have no quotes.
-            `bracketed`: like JSON, but keys have no quotes and strings have other quotes.
-            `keywords`: Python keyword arguments.
+        kind: `json` stands for a JSON object. With `tagged`, keys and values stand between tags,
+            and strings have no quotes. `bracketed` is like JSON, but keys have no quotes, and
+            strings have other quotes. `keywords` stands for Python keyword arguments.
         before_key: for `tagged`, the expansion before a key.
         before_value: for `tagged`, the expansion between a key and its value.
-        end: for `tagged`, the text that ends a string; for `bracketed`, the quote.
-        end_token: expansion that matches `end` if it is a special token; empty if `end` is ordinary
+        end: for `tagged`, the text that ends a string. For `bracketed`, the text that quotes a
+            string.
+        end_token: expansion that matches `end` if it is a special token, or "" if it is ordinary
             text.
         markers: texts that no string may contain.
     """

@@ -1,18 +1,20 @@
-"""Content hashes of KV blocks, used to recognize equal prefixes.
+"""Content hashes of KV blocks, by which equal prefixes are recognized.
 
-The hash of a full block covers three things:
+The hash of a full block depends on two things:
 
-- the block's token ids, as little-endian int32;
-- the hash of the previous block (the parent), and thereby every earlier token of the sequence;
-- the root, used in place of the parent for the first block. The root is a hash of the salt, keyed
-  by a secret of the cluster. Only sequences with equal salts share blocks, so different salts
-  separate tenants and adapters. Without the secret, nobody can compute the hash of a guessed
-  prompt and compare it with the hashes of another tenant.
+- the token ids of the block, as little-endian int32;
+- the hash of the previous block, which is called the parent. It stands for all earlier tokens.
 
-Model weights and dtype are not part of the hash: compare hashes only between caches of one cluster
-with equal layout fingerprints. `block_hash` is BLAKE2b with a 16-byte digest, keyed by the parent's
-hash; `root_hash` is the BLAKE2b of the salt, keyed by the secret. Other implementations must
-produce equal hashes.
+The parent of a sequence's first block is the root, which is a hash of the salt, keyed by a secret
+of the cluster. Only sequences with equal salts share blocks, so different salts separate tenants
+and adapters. A tenant who does not know the secret cannot compute the hash of a guessed prompt, and
+so cannot find out whether another tenant has sent this prompt.
+
+The hash does not depend on the weights and the dtype of the model. Compare hashes only between the
+caches of one cluster whose layout fingerprints are equal.
+
+`block_hash` is BLAKE2b with a 16-byte digest, keyed by the parent. `root_hash` is the BLAKE2b of
+the salt, keyed by the secret. Other implementations must produce equal hashes.
 """
 
 import secrets
@@ -35,7 +37,10 @@ def new_hash_key() -> bytes:
 
 
 def check_hash_key(key: bytes) -> None:
-    """Raise ValueError, without the key in its message, if a key is too short or too long."""
+    """Raise ValueError if a hash key is too short or too long.
+
+    The message of the error does not contain the key.
+    """
     if not MIN_KEY_BYTES <= len(key) <= MAX_KEY_BYTES:
         raise ValueError(
             f"hash_key must have {MIN_KEY_BYTES} to {MAX_KEY_BYTES} bytes, not {len(key)}"
@@ -43,11 +48,11 @@ def check_hash_key(key: bytes) -> None:
 
 
 def root_hash(key: bytes, salt: bytes) -> bytes:
-    """Return the hash of `salt`, used as parent hash of the first block of a sequence.
+    """Return the hash that is the parent of the first block of a sequence.
 
     Args:
-        key: secret of the cluster; with an empty key, everybody can compute the hash.
-        salt: sequences share blocks only if their salts are equal.
+        key: secret of the cluster. If it is empty, everybody can compute the hash.
+        salt: text that separates tenants. Sequences share blocks only if their salts are equal.
     """
     return blake2b(salt, digest_size=HASH_BYTES, key=key).digest()
 
@@ -65,8 +70,8 @@ def block_hash(parent: bytes, tokens: npt.NDArray[np.int32]) -> bytes:
 def short_hash(digest: bytes) -> int:
     """Return the first 8 bytes of a block hash as an unsigned little-endian integer.
 
-    Workers and routers exchange short hashes. The probability that any two of a million blocks have
-    equal short hashes is 3e-8.
+    Workers and routers exchange short hashes instead of full hashes. Among a million blocks, the
+    probability that any two have equal short hashes is 3e-8.
     """
     return int.from_bytes(digest[:SHORT_HASH_BYTES], "little")
 
@@ -81,14 +86,14 @@ def short_hashes(hashes: Collection[bytes]) -> list[int]:
 def extend_chain(
     hashes: list[bytes], root: bytes, tokens: npt.NDArray[np.int32], block_size: int
 ) -> None:
-    """Append to `hashes` the hashes of the full blocks of `tokens` that are still missing.
+    """Extend `hashes`, the hashes of a sequence's first blocks, to all full blocks of the sequence.
 
     Args:
-        hashes: hashes of the first `len(hashes)` blocks of the sequence; extended in place.
-        root: see `root_hash`.
-        tokens: [n] int32 token ids of the sequence from its start; an incomplete last block is
-            ignored.
-        block_size: tokens per block.
+        hashes: hashes of the first blocks of the sequence. The list is extended in place.
+        root: result of `root_hash` for the sequence.
+        tokens: [n] int32 token ids of the sequence from its start. An incomplete last block has no
+            hash.
+        block_size: number of tokens per block.
     """
     parent = hashes[-1] if hashes else root
     data, step = _packed(tokens), block_size * tokens.itemsize
@@ -101,7 +106,7 @@ def extend_chain(
 def short_prefix_hashes(
     root: bytes, tokens: npt.NDArray[np.int32], block_size: int
 ) -> Sequence[int]:
-    """Return the short hashes of all full blocks of a sequence; see `extend_chain`."""
+    """Return the short hashes of all full blocks of a sequence (see `extend_chain`)."""
     hashes: list[bytes] = []
     extend_chain(hashes, root, tokens, block_size)
     return short_hashes(hashes)

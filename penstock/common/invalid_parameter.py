@@ -1,11 +1,11 @@
-"""Error of an invalid request parameter."""
+"""The error for an invalid parameter of a request."""
 
 
 class InvalidParameterError(ValueError):
     """A parameter of a request is invalid.
 
     Args:
-        message: one line for the client: what was wrong and what is allowed.
+        message: one line for the client, with the wrong value and the allowed values.
         param: name of the parameter, as in the OpenAI API.
     """
 

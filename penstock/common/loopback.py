@@ -1,10 +1,10 @@
-"""Recognizes bind addresses that can be reached only from the same machine."""
+"""Recognizes listen addresses that can be reached only from the same machine."""
 
 import ipaddress
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a server bound to `host` is reachable only from its own machine."""
+    """Return whether a server that listens on `host` can be reached only from its own machine."""
     if host == "localhost":
         return True
     try:

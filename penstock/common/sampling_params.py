@@ -1,8 +1,8 @@
-"""Sampling parameters: one validated record of how a request's tokens are generated.
+"""Sampling parameters: one validated record of how the tokens of a request are generated.
 
-All components use this record: protocol adapters construct it, `validate` checks it, `resolve`
-fills in the values that depend on the prompt, and router, scheduler, sampler and simulator read it.
-Names and defaults are vLLM's, except that `max_tokens` defaults to the space left in the context.
+Protocol adapters construct the record, `validate` checks it, and `resolve` fills in the values that
+depend on the prompt. The router, the scheduler, the sampler and the simulator read it. Names and
+defaults are vLLM's, except that `max_tokens` defaults to the space left in the context.
 """
 
 import struct
@@ -18,7 +18,7 @@ UINT64_MAX = 2**64 - 1
 
 
 def _float32(value: float) -> float:
-    """Round to float32, the precision in which parameters are sent to workers."""
+    """Round a number to float32, because parameters are sent to workers as float32."""
     rounded: float = struct.unpack("f", struct.pack("f", value))[0]
     return rounded
 
@@ -32,7 +32,7 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "frequency_penalty": (-2.0, 2.0),
     "repetition_penalty": (_float32(0.01), 10.0),
 }
-"""Inclusive ranges; NaN and infinities are outside every range. All bounds are float32 values, so
+"""Inclusive range of each parameter, without NaN and infinities. All bounds are float32 values, so
 that a value within its range is still in range after rounding to float32."""
 
 MAX_LOGIT_BIAS = 100.0
@@ -47,11 +47,11 @@ BEAM_SEARCH_VALUES: Mapping[str, Collection[object]] = {
     "typical_p": (1.0,),
     "seed": (None,),
 }
-"""Parameters that a beam search ignores, because it does not sample, and their allowed values."""
+"""Allowed values of the parameters that have no effect in a beam search."""
 
 
 class ContextLengthError(InvalidParameterError):
-    """Prompt and answer do not fit into the model's context."""
+    """The prompt and the answer together do not fit into the model's context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +59,11 @@ class SamplingLimits:
     """Upper bounds on the sizes of sampling parameters."""
 
     max_choices: int = 64  # limit of `n`, of `best_of`, and of the number of beams
-    max_beam_tokens: int = 8192  # sum over all answers of a beam search
+    max_beam_tokens: int = 8192  # limit of the tokens of all answers of a beam search
     max_stop_strings: int = 16
-    max_stop_chars: int = 256  # characters of one stop string
+    max_stop_chars: int = 256  # limit of the characters of one stop string
     max_stop_tokens: int = 256
-    max_logit_bias: int = 1024  # number of entries
+    max_logit_bias: int = 1024  # limit of the number of entries of `logit_bias`
     max_bad_words: int = 64
     max_bad_word_chars: int = 256
     max_bad_word_tokens: int = 32
@@ -72,44 +72,44 @@ class SamplingLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Settings of one request: how tokens are sampled, and when answers end.
+    """Settings of one request: how its tokens are sampled, and when its answers end.
 
-    `min_tokens` and `max_tokens` count the whole answer: when an answer is continued on another
-    worker or in another call, the tokens generated before are included.
+    An answer may be continued on another worker or in another call. `min_tokens` and `max_tokens`
+    count the whole answer, with the tokens that were generated before.
 
     Attributes:
         n: number of answers (choices) to return.
-        best_of: number of answers to generate; the `n` likeliest are returned. For a beam search,
-            the number of beams. None: `n`.
-        temperature: 0 is greedy.
-        top_p: 1 keeps all tokens.
-        top_k: 0 or -1 keeps all tokens.
-        min_p: 0 keeps all tokens.
-        typical_p: locally typical sampling, as in transformers; 1 keeps all tokens.
+        best_of: number of answers to generate. The `n` likeliest of them are returned. In a beam
+            search, this is the number of beams. None stands for `n`.
+        temperature: temperature of sampling. 0 stands for greedy decoding.
+        top_p: total probability of the likeliest tokens that are kept. 1 keeps all tokens.
+        top_k: number of the likeliest tokens that are kept. 0 and -1 keep all tokens.
+        min_p: smallest probability of a kept token, relative to the likeliest. 0 keeps all tokens.
+        typical_p: mass of locally typical sampling, as in transformers. 1 keeps all tokens.
         presence_penalty: subtracted once from the logits of tokens that the answer contains.
-        frequency_penalty: subtracted for each occurrence in the answer.
-        repetition_penalty: for tokens in prompt or answer, positive logits are divided by this and
-            negative logits are multiplied by this; 1 changes nothing.
-        logit_bias: added to the logits, by token id.
-        bad_words_token_ids: banned token sequences: the last token may not follow the others.
-        allowed_token_ids: the only tokens that may be generated; None: all.
-        seed: seed of the noise. None: `resolve` sets a seed; the sampler treats None as 0.
-        max_tokens: maximum length of an answer; None: the space left in the context.
-        min_tokens: end tokens and stop strings do not end an answer before this length.
-        stop_token_ids: token ids that end an answer. On a worker, the model's own end tokens are
-            included, unless `ignore_eos` is set; see `with_end_tokens`.
-        ignore_eos: the model's own end tokens do not end an answer.
-        logprobs: number of most likely tokens per position whose log probabilities are returned, in
-            addition to the generated token's; None: no log probabilities.
-        prompt_logprobs: like `logprobs`, for the prompt's tokens.
-        stop: strings that end an answer; matched by the router and not sent to workers.
-        include_stop_str_in_output: keep the matched stop string in the text.
-        skip_special_tokens: leave special tokens out of the text.
-        use_beam_search: use a beam search instead of sampling.
-        length_penalty: for beam search: scores are divided by length ** `length_penalty`.
-        early_stopping: for beam search, as in transformers: False, True or "never".
-        structured_outputs: form that every answer must have; None: any.
-        thinking_budget: the most tokens of reasoning; None: any number.
+        frequency_penalty: subtracted from a token's logit for each occurrence in the answer.
+        repetition_penalty: positive logits of tokens that the prompt or the answer contains are
+            divided by this number. Negative logits of such tokens are multiplied by it.
+        logit_bias: numbers that are added to the logits, by token id.
+        bad_words_token_ids: token sequences that an answer must not contain.
+        allowed_token_ids: the only tokens that may be generated, or None for all tokens.
+        seed: seed of the sampling noise. If it is None, `resolve` sets a seed.
+        max_tokens: maximum length of an answer. None stands for the space left in the context.
+        min_tokens: length that an answer must have before end tokens and stop strings end it.
+        stop_token_ids: ids of the tokens that end an answer. On a worker, the list also has the
+            model's own end tokens, unless `ignore_eos` is set (see `with_end_tokens`).
+        ignore_eos: whether the model's own end tokens do not end an answer.
+        logprobs: number of likeliest tokens per position whose log probabilities are returned,
+            besides that of the generated token. None returns no log probabilities.
+        prompt_logprobs: the same number as `logprobs`, but for the positions of the prompt.
+        stop: strings that end an answer. The router matches them, so they are not sent to workers.
+        include_stop_str_in_output: whether the matched stop string is kept in the text.
+        skip_special_tokens: whether special tokens are left out of the text.
+        use_beam_search: whether to use a beam search instead of sampling.
+        length_penalty: exponent of the length by which a beam search divides its scores.
+        early_stopping: when a beam search ends, as in transformers: False, True or "never".
+        structured_outputs: form that every answer must have, or None for any form.
+        thinking_budget: limit of the tokens of reasoning, or None for no limit.
     """
 
     n: int = 1
@@ -143,17 +143,17 @@ class SamplingParams:
 
     @property
     def num_sequences(self) -> int:
-        """Number of answers (in a beam search: beams) to generate; the best `n` are returned."""
+        """Number of answers or beams to generate. The best `n` of them are returned."""
         return self.n if self.best_of is None else self.best_of
 
     @property
     def num_generated(self) -> int:
-        """Number of answers that a worker returns: `n` for a beam search, else `num_sequences`."""
+        """Number of answers that a worker returns: `n` in a beam search, else `num_sequences`."""
         return self.n if self.use_beam_search else self.num_sequences
 
     @property
     def is_ranked(self) -> bool:
-        """Whether answers are ranked, so that no answer can be returned before all have ended."""
+        """True if answers are ranked, so that none can be returned before all have ended."""
         return self.use_beam_search or self.num_sequences > self.n
 
     def answer_limit(self, num_prompt: int, max_model_len: int) -> int:
@@ -167,7 +167,7 @@ class SamplingParams:
         """Check all parameters and their combinations.
 
         Raises:
-            InvalidParameterError: a parameter is invalid; the error names the first one found.
+            InvalidParameterError: a parameter is invalid. The error names the first invalid one.
         """
         _check_ranges(self, limits)
         _check_token_lists(self, limits, vocab_size)
@@ -202,18 +202,18 @@ class SamplingParams:
         seed: int,
         default_max_tokens: int | None = None,
     ) -> Self:
-        """Return a copy with `max_tokens` and `seed` filled in; call `validate` first.
+        """Return a copy in which `max_tokens` and `seed` have values. Call `validate` before.
 
         Args:
-            num_prompt: tokens of the prompt, less than `max_model_len`.
-            max_model_len: tokens of prompt and answer together.
-            limits: `max_beam_tokens` caps the `max_tokens` filled in for a beam search.
-            seed: value for `seed` if it is not set.
-            default_max_tokens: value for `max_tokens` if it is not set, capped to the space left in
-                the context. None: all of that space.
+            num_prompt: number of tokens of the prompt, which is less than `max_model_len`.
+            max_model_len: largest number of tokens of prompt and answer together.
+            limits: its `max_beam_tokens` limits the default of `max_tokens` in a beam search.
+            seed: the seed if none is set.
+            default_max_tokens: the value of `max_tokens` if none is set, limited to the space left
+                in the context. None stands for all of that space.
 
         Raises:
-            InvalidParameterError: `max_tokens` or `min_tokens` do not fit into the context.
+            InvalidParameterError: `max_tokens` or `min_tokens` is too large for the context.
         """
         free = max_model_len - num_prompt
         max_tokens = self.max_tokens
@@ -234,9 +234,9 @@ class SamplingParams:
     def for_worker(self) -> Self:
         """Return the resolved parameters in the normalized form that is sent to a worker.
 
-        The router selects the best `n` of `best_of` answers. When sampling, `best_of` therefore
-        becomes the worker's `n`, and log probabilities are requested for the ranking. `stop`,
-        `include_stop_str_in_output` and `skip_special_tokens` are kept here, but not sent.
+        When sampling, the router selects the best `n` of `best_of` answers. The worker therefore
+        gets `best_of` as its `n`, and returns the log probabilities that the ranking needs. `stop`,
+        `include_stop_str_in_output` and `skip_special_tokens` are kept here, but are not sent.
         """
         if not (self.use_beam_search or self.best_of is not None or self.top_k < 0):
             return self
@@ -269,7 +269,7 @@ def check_token_ids(name: str, tokens: Collection[int], vocab_size: int) -> None
 
 
 def check_bad_words(words: Sequence[str], limits: SamplingLimits) -> None:
-    """Check `bad_words` before tokenization; raise `InvalidParameterError` if invalid."""
+    """Raise `InvalidParameterError` if a word of `bad_words` is invalid before tokenization."""
     if len(words) > limits.max_bad_words:
         raise InvalidParameterError(
             f"bad_words takes at most {limits.max_bad_words} words", "bad_words"
@@ -322,7 +322,7 @@ def _check_token_lists(params: SamplingParams, limits: SamplingLimits, vocab_siz
 
 
 def _check_token_choice(params: SamplingParams, limits: SamplingLimits, vocab_size: int) -> None:
-    """Check bad words and allowed tokens, and that not every allowed token is banned."""
+    """Check that bad words and allowed tokens are valid, and that an allowed token is left."""
     words, most = params.bad_words_token_ids, limits.max_bad_word_tokens
     if len(words) > 2 * limits.max_bad_words:  # each word has one or two token sequences
         raise InvalidParameterError(

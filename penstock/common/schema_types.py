@@ -1,7 +1,7 @@
-"""JSON types that a JSON Schema allows.
+"""Finds the JSON types that a JSON Schema allows.
 
-Some formats of tool calls write values without showing their types. The parsers and the grammars
-of these formats need the types that the schema allows.
+Some formats of tool calls write values without showing their types. The parsers and the grammars of
+these formats therefore need the types that the schema allows.
 """
 
 from collections.abc import Mapping
@@ -11,37 +11,41 @@ TYPES = frozenset(("string", "integer", "number", "boolean", "null", "array", "o
 STRING = frozenset(("string",))
 TEXT_OR_NULL = frozenset(("string", "null"))
 MAX_SCHEMAS = 256
-"""Bound on the schemas that are read for one value, because references may form a cycle."""
+"""Limit of the schemas that are read for one value, because references may form a cycle."""
 
 
 def types_of(root: Any, schema: Any) -> frozenset[str]:
-    """Return the types that a schema allows: all types if it sets none, or is not valid.
+    """Return the JSON types that a schema allows.
+
+    All types are returned if the schema sets no type or is not valid.
 
     Args:
-        root: schema that references refer to.
+        root: schema that contains the targets of references.
         schema: the schema.
     """
     return _Types(root).of(schema)
 
 
 def parameter_types(root: Any, parameter: str) -> frozenset[str]:
-    """Return the types that the schema `root` of an object allows for the member `parameter`."""
+    """Return the types that the schema `root` of an object allows for its member `parameter`."""
     return types_of(root, properties_of(root).get(parameter))
 
 
 def properties_of(root: Any) -> Mapping[str, Any]:
-    """Return the `properties` of an object's schema; empty if they are missing or malformed."""
+    """Return the `properties` of an object's schema, or {} if they are missing or malformed."""
     schema = target(root, root)
     found = schema.get("properties") if isinstance(schema, dict) else None
     return found if isinstance(found, dict) else {}
 
 
 def target(root: Any, schema: Any) -> Any:
-    """Follow a chain of `$ref`s and return the schema at its end; None for broken or endless ones.
+    """Follow a chain of `$ref` keywords and return the schema at its end.
+
+    Return None if a reference is broken or the chain is endless.
 
     Args:
-        root: schema that references refer to.
-        schema: the schema at the start.
+        root: schema that contains the targets of references.
+        schema: the schema at the start of the chain.
     """
     for _ in range(MAX_SCHEMAS):
         if not isinstance(schema, dict) or not isinstance(schema.get("$ref"), str):
@@ -51,7 +55,7 @@ def target(root: Any, schema: Any) -> Any:
 
 
 def referred(root: Any, reference: str) -> Any:
-    """Return the schema of a reference such as `#/$defs/Point`; None if there is none."""
+    """Return the target of a reference such as `#/$defs/Point`, or None if it does not exist."""
     start, *names = reference.split("/")
     found = root if start == "#" else None
     for name in names:
@@ -64,7 +68,7 @@ def referred(root: Any, reference: str) -> Any:
 
 
 def types_of_value(value: Any) -> frozenset[str]:
-    """Return the types that a JSON value has; an integer is also a number."""
+    """Return the JSON types that a value has. An integer is also a number."""
     match value:
         case None:
             return frozenset(("null",))
@@ -82,7 +86,7 @@ def types_of_value(value: Any) -> frozenset[str]:
 
 
 def named_types(given: Any) -> frozenset[str]:
-    """Return the types that the keyword `type` lists; all types if it is not valid."""
+    """Return the types that the keyword `type` lists, or all types if its value is not valid."""
     names = given if isinstance(given, list) else [given]
     found = frozenset(name for name in names if isinstance(name, str)) & TYPES
     return found or TYPES
@@ -92,7 +96,7 @@ class _Types:
     """Finds the types that schemas allow.
 
     Args:
-        root: schema that references refer to.
+        root: schema that contains the targets of references.
     """
 
     def __init__(self, root: Any) -> None:
@@ -100,7 +104,7 @@ class _Types:
         self._num_left = MAX_SCHEMAS
 
     def of(self, schema: Any) -> frozenset[str]:
-        """Return the types that a schema allows; any type if the schema is not valid."""
+        """Return the types that a schema allows, or all types if the schema is not valid."""
         self._num_left -= 1
         if not isinstance(schema, dict) or self._num_left < 0:
             return TYPES

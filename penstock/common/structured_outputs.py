@@ -1,7 +1,7 @@
-"""The constraint of a request on the form of its answers, as text.
+"""The form that a request requires of its answers, as the text of a constraint.
 
-`penstock.common.grammar` converts the text to a grammar. The names of the kinds are those of
-vLLM's `StructuredOutputsParams`.
+`penstock.common.grammar` converts the text to a grammar. The names of the kinds of constraints are
+those of vLLM's `StructuredOutputsParams`.
 """
 
 import json
@@ -28,11 +28,11 @@ KINDS: Mapping[str, str] = {
     "structural_tag": "JSON: free text in which triggers start parts with a schema",
     "tool_calls": "JSON: the grammar of an answer with calls, and the schemas of their arguments",
 }
-"""Kinds of constraint, with the content of their text."""
+"""For each kind of constraint, a description of its text."""
 
 
 def invalid(problem: str) -> InvalidParameterError:
-    """Return the error for an invalid constraint; `problem` is a clause of the message."""
+    """Return the error for an invalid constraint. `problem` becomes a part of the message."""
     return InvalidParameterError(f"{NAME}: {problem}", NAME)
 
 
@@ -42,14 +42,16 @@ class StructuredOutputs:
 
     Attributes:
         kind: a key of `KINDS`.
-        text: the schema, expression, list or grammar; "" for the kind `json_object`.
+        text: the schema, expression, list or grammar. It is "" for the kind `json_object`.
     """
 
     kind: str
     text: str = ""
 
     def validate(self) -> None:
-        """Check kind and size; `penstock.common.grammar.compiler` checks the text itself.
+        """Check the kind and the size of the constraint.
+
+        `penstock.common.grammar.compiler` checks the text itself.
 
         Raises:
             InvalidParameterError: the kind is unknown, or the text is empty or too long.
@@ -67,9 +69,12 @@ class StructuredOutputs:
 
 
 def json_schema(schema: Mapping[str, Any] | bool | str) -> StructuredOutputs:
-    """Return a constraint that requires a JSON Schema, given as a value or as JSON text.
+    """Return a constraint that requires answers to match a JSON Schema.
 
-    Properties are generated in the order in which the schema lists them.
+    The properties of an object are generated in the order in which the schema lists them.
+
+    Args:
+        schema: the schema, as a value or as JSON text.
 
     Raises:
         InvalidParameterError: the schema is nested too deeply.
@@ -83,5 +88,5 @@ def json_schema(schema: Mapping[str, Any] | bool | str) -> StructuredOutputs:
 
 
 def choice(options: Sequence[str]) -> StructuredOutputs:
-    """Return the constraint to one of several strings."""
+    """Return the constraint that an answer is one of several strings."""
     return StructuredOutputs("choice", json.dumps(list(options), ensure_ascii=False))

@@ -1,4 +1,4 @@
-"""A thinking budget: the most tokens that a model may reason before it must answer."""
+"""A thinking budget: the most tokens that a model may use for reasoning before it answers."""
 
 from dataclasses import dataclass
 
@@ -14,10 +14,10 @@ MAX_START_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class ThinkingBudget:
-    """Limit of the reasoning at the start of an answer, and the tokens that delimit reasoning.
+    """Limit of the reasoning at the start of an answer, with the tokens that delimit the reasoning.
 
     Attributes:
-        num_tokens: after this many tokens of reasoning, the next token is `end`.
+        num_tokens: number of tokens of reasoning after which the next token must be `end`.
         end: token that ends the reasoning.
         start: tokens that begin the reasoning and are not counted. Empty if the answer begins
             inside the reasoning.
@@ -28,7 +28,7 @@ class ThinkingBudget:
     start: tuple[int, ...] = ()
 
     def validate(self, vocab_size: int) -> None:
-        """Raise `InvalidParameterError` if a value is out of range."""
+        """Raise `InvalidParameterError` if a value of the budget is out of range."""
         if not 0 <= self.num_tokens <= MAX_BUDGET:
             raise InvalidParameterError(
                 f"{NAME} must be a whole number from 0 to {MAX_BUDGET}", NAME

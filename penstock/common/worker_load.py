@@ -1,41 +1,44 @@
 """The load that a worker reports to routers after every step.
 
-The engine produces the record. Routing, status pages, metrics, the autoscaler and the simulator
-read the record.
+The engine of the worker produces the record. Routing, status pages, metrics, the autoscaler and the
+simulator read it.
 """
 
 from typing import NamedTuple
 
 
 class WorkerLoad(NamedTuple):
-    """A worker's load. Totals count from the start of the worker's process.
+    """The load of a worker. Totals count from the start of the worker's process.
 
-    A NamedTuple, because a router creates one for every step of every worker, and creating a frozen
-    dataclass takes twice as long.
+    The class is a NamedTuple, because a router creates an instance for every step of every worker.
+    Creating a frozen dataclass takes twice as long.
 
     Attributes:
-        queued: sequences that wait to join the running batch.
-        queued_tokens: prompt tokens not yet computed, of queued and running sequences.
-        running: sequences in the running batch.
-        free_blocks: KV blocks without content.
-        cached_blocks: KV blocks held only by the prefix cache; free for reuse at any time.
-        leased_blocks: KV blocks kept for sequences that have yielded.
-        reserved_blocks: KV blocks into which a KV transfer writes.
-        used_blocks: KV blocks of running sequences.
-        unwritten_slots: token slots of the used blocks that hold no token yet.
+        queued: number of sequences that wait to join the running batch.
+        queued_tokens: number of prompt tokens that queued and running sequences still have to
+            compute.
+        running: number of sequences in the running batch.
+        free_blocks: number of KV blocks without content.
+        cached_blocks: number of KV blocks that only the prefix cache holds, so that they can be
+            reused at any time.
+        leased_blocks: number of KV blocks that are kept for sequences that have yielded.
+        reserved_blocks: number of KV blocks into which a KV transfer writes.
+        used_blocks: number of KV blocks of running sequences.
+        unwritten_slots: number of token slots of the used blocks that hold no token yet.
         last_step_seconds: duration of the last step.
-        num_steps: total of steps.
-        step_counts: total of steps for each bucket of the worker's histogram of step durations, in
-            ascending order; the last bucket is for steps longer than every bound.
+        num_steps: total number of steps.
+        step_counts: total number of steps in each bucket of the worker's histogram of step
+            durations, in ascending order. The last bucket is for steps longer than every bound.
         step_seconds: total duration of all steps.
         prompt_seconds: total duration of the steps that computed prompt tokens.
-        prompt_tokens_computed: total of prompt tokens run through the model.
-        prompt_tokens_cached: total of prompt tokens found in the prefix cache.
-        preemptions: total of sequences put back into the queue for lack of KV blocks.
-        bytes_received: total of KV bytes received from other workers.
-        bytes_sent: total of KV bytes sent to other workers.
-        expert_imbalance: recent load of the busiest expert divided by the mean load of all experts;
-            0 if unknown.
+        prompt_tokens_computed: total number of prompt tokens that the model computed.
+        prompt_tokens_cached: total number of prompt tokens that the prefix cache had.
+        preemptions: total number of times that a sequence was put back into the queue for lack of
+            KV blocks.
+        bytes_received: total number of KV bytes received from other workers.
+        bytes_sent: total number of KV bytes sent to other workers.
+        expert_imbalance: recent load of the busiest expert divided by the mean load of all experts,
+            or 0 if unknown.
     """
 
     queued: int = 0
@@ -61,7 +64,7 @@ class WorkerLoad(NamedTuple):
 
     @property
     def held_blocks(self) -> int:
-        """Number of used, leased or reserved KV blocks, which no other sequence can take."""
+        """Number of used, leased or reserved KV blocks. No other sequence can take these."""
         return self.used_blocks + self.leased_blocks + self.reserved_blocks
 
     @property
@@ -71,7 +74,7 @@ class WorkerLoad(NamedTuple):
 
     @property
     def kv_usage(self) -> float:
-        """Held KV blocks as a fraction of all KV blocks, from 0 to 1."""
+        """Share of the KV blocks that are held, from 0 to 1."""
         return self.held_blocks / max(self.num_blocks, 1)
 
 

@@ -1,4 +1,4 @@
-"""Opens the GGUF file of a model, with the further files of a split model."""
+"""Opens a model in GGUF format, which may be split into several files."""
 
 import re
 from collections.abc import Mapping
@@ -10,18 +10,18 @@ from penstock.common.gguf.header import GgufHeader, GgufTensor, read_header
 from penstock.common.gguf.metadata import Metadata
 
 SPLIT_NAME = re.compile(r"(?P<model>.+)-(?P<part>\d{5})-of-(?P<count>\d{5})\.gguf")
-"""Name of a file of a split model; parts are counted from 1."""
+"""Pattern of the name of a file of a split model. Parts are counted from 1."""
 
 MAX_FILES = 1024
 
 
 def is_gguf(model: Path) -> bool:
-    """Return whether a model's path denotes a GGUF file rather than a checkpoint folder."""
+    """Return whether the path of a model denotes a GGUF file, as opposed to a checkpoint folder."""
     return model.is_file() or (model.suffix == ".gguf" and not model.is_dir())
 
 
 def model_name(path: Path) -> str:
-    """Return the name of a file's model: the file name without `.gguf` and without part number."""
+    """Return the name of a model: its file name without `.gguf` and without a part number."""
     split = SPLIT_NAME.fullmatch(path.name)
     return split["model"] if split else path.stem
 
@@ -31,8 +31,8 @@ class GgufCheckpoint:
     """A model in one or several GGUF files.
 
     Attributes:
-        path: The file, or the first of several files.
-        metadata: The metadata of that file.
+        path: The only file, or the first of several files.
+        metadata: The metadata of the file `path`.
         headers: The headers of all files.
         tensors: The tensors of all files, by name.
     """
@@ -44,11 +44,11 @@ class GgufCheckpoint:
 
 
 def open_gguf(path: Path) -> GgufCheckpoint:
-    """Read the header of a model's file and, if the model is split, of all its files.
+    """Read the header of a model's GGUF file. If the model is split, read the headers of all files.
 
     Raises:
         BadCheckpoint: A file is missing or invalid, or the files do not belong together.
-        UnsupportedModel: The file is not the first of a split model, or contains no model.
+        UnsupportedModel: The file is not the first file of a split model, or contains no model.
     """
     first = read_header(path)
     metadata = Metadata(path, first.metadata)

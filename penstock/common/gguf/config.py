@@ -16,13 +16,13 @@ ROPE_FACTORS = "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 MAX_ROPE_FACTORS = 4096
 
-# Gemma's files do not contain the scale of the attention scores. Like llama.cpp, we recognize the
-# models whose scale is not 1 / sqrt(head_dim) by their number of layers.
+# GGUF files of Gemma lack the scale of the attention scores, which is usually 1 / sqrt(head_dim).
+# Gemma models with another scale are recognized by their number of layers, as in llama.cpp.
 GEMMA2_27B_LAYERS, GEMMA3_27B_LAYERS = 46, 62
 
 
 class _Reader:
-    """Reads metadata whose keys begin with the architecture's prefix; also has the tensors."""
+    """Reads the metadata whose keys begin with the prefix of the model's architecture."""
 
     def __init__(self, checkpoint: GgufCheckpoint, prefix: str) -> None:
         self.metadata = checkpoint.metadata
@@ -50,7 +50,7 @@ class _Architecture:
     """The conversion of one GGUF architecture.
 
     Attributes:
-        name: The architecture in `config.json`.
+        name: The name of the architecture in `config.json`.
         extra: Returns the values that only this architecture has.
         partial_rotary: Whether rotary embeddings may cover only a part of each head.
     """
@@ -61,7 +61,11 @@ class _Architecture:
 
 
 def _full_attention(reader: _Reader, values: Values) -> Values:
-    """Return the bias flags of Llama and Qwen; refuse sliding windows shorter than the context."""
+    """Return whether the layers of a Llama or Qwen model have biases.
+
+    Raises:
+        UnsupportedModel: a sliding window is shorter than the context.
+    """
     window = reader.count("attention.sliding_window")
     if 0 < window < values["max_position_embeddings"]:
         key = reader.key("attention.sliding_window")
@@ -118,15 +122,15 @@ ARCHITECTURES = {
     "gemma3": _Architecture("Gemma3ForCausalLM", _gemma3),
     "phi3": _Architecture("Phi3ForCausalLM", _phi3, partial_rotary=True),
 }
-"""Served architectures by `general.architecture`."""
+"""The supported architectures, by the value of `general.architecture`."""
 
 
 def read_config(checkpoint: GgufCheckpoint, eos_tokens: list[int]) -> Values:
-    """Return the content of the `config.json` that describes the model of a file.
+    """Return the content of the `config.json` that describes the model of a GGUF file.
 
     Raises:
         BadCheckpoint: A value is missing or invalid.
-        UnsupportedModel: The architecture, or an entry that may change answers, is not supported.
+        UnsupportedModel: The architecture or an entry that may change answers is not supported.
     """
     metadata = checkpoint.metadata
     prefix = metadata.text("general.architecture")
@@ -243,13 +247,13 @@ def _scaling(reader: _Reader, values: Values, num_pairs: int) -> Values:
         "beta_slow": reader.number("rope.scaling.yarn_beta_slow", 1.0),
     }
     extra = reader.number("rope.scaling.attn_factor", 1.0)
-    if extra != 1.0:  # llama.cpp multiplies this by YaRN's own factor
+    if extra != 1.0:  # multiply the factor by YaRN's own factor, as llama.cpp does
         found["attention_factor"] = extra * (1.0 + 0.1 * math.log(max(factor, 1.0)))
     return found
 
 
 def _divisors(reader: _Reader, original: int, num_pairs: int) -> Values:
-    """Return the rope scaling of a file with divisors in tensors (Llama 3 or LongRoPE)."""
+    """Return the rope scaling of a model whose file has tensors of divisors (Llama 3, LongRoPE)."""
     common: Values = {"rope_type": "longrope"}
     if ROPE_FACTORS in reader.tensors:
         divisors = _tensor(reader, ROPE_FACTORS, num_pairs)
@@ -281,9 +285,10 @@ def _tensor(reader: _Reader, name: str, num_items: int) -> list[float]:
 
 
 def _dtype(checkpoint: GgufCheckpoint) -> str:
-    """Return the dtype of the matrices if all are F32 or F16, otherwise bfloat16.
+    """Return the dtype in which to load the model.
 
-    The models were trained in bfloat16; in float16, some of them overflow.
+    It is the type of the matrices if they all are F32 or all are F16, and bfloat16 otherwise. The
+    models were trained in bfloat16, and some of them overflow in float16.
     """
     kinds = {each.type.name for each in checkpoint.tensors.values() if len(each.shape) > 1}
     return {"F32": "float32", "F16": "float16"}.get(" ".join(kinds), "bfloat16")

@@ -1,7 +1,7 @@
-"""The JSON files of a checkpoint folder, made from the metadata of a GGUF file.
+"""Makes the JSON files of a checkpoint folder from the metadata of a GGUF file.
 
-Code that reads `config.json`, `generation_config.json`, `tokenizer.json` or
-`tokenizer_config.json` calls this module if the checkpoint is a GGUF file instead of a folder.
+The readers of `config.json`, `generation_config.json`, `tokenizer.json` and `tokenizer_config.json`
+call this module if the checkpoint is a GGUF file.
 """
 
 from pathlib import Path
@@ -24,15 +24,15 @@ _SAMPLING = {
     "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
 }
-"""Entries below `general.sampling.`, and their names in generation_config.json."""
+"""Names of the entries below `general.sampling.`, with their names in generation_config.json."""
 
 
 def config_of(path: Path) -> Json:
-    """Return the content of config.json.
+    """Return the content of config.json for a GGUF file.
 
     Raises:
         BadCheckpoint: The file is missing, truncated or invalid.
-        UnsupportedModel: The file is valid, but not supported; the message names the entry.
+        UnsupportedModel: The file is valid, but not supported. The message names the entry.
     """
     checkpoint = open_gguf(path)
     vocabulary = read_vocabulary(checkpoint.metadata)
@@ -46,7 +46,10 @@ def config_of(path: Path) -> Json:
 
 
 def generation_config_of(path: Path) -> Json:
-    """Return the content of generation_config.json. Raises the exceptions of `config_of`."""
+    """Return the content of generation_config.json for a GGUF file.
+
+    Raises the exceptions of `config_of`.
+    """
     metadata = open_gguf(path).metadata
     found: Json = {}
     for key, name in _SAMPLING.items():
@@ -57,13 +60,19 @@ def generation_config_of(path: Path) -> Json:
 
 
 def tokenizer_of(path: Path) -> Json:
-    """Return the content of tokenizer.json. Raises the exceptions of `config_of`."""
+    """Return the content of tokenizer.json for a GGUF file.
+
+    Raises the exceptions of `config_of`.
+    """
     metadata = open_gguf(path).metadata
     return convert_tokenizer(metadata, read_vocabulary(metadata))
 
 
 def tokenizer_config_of(path: Path) -> Json:
-    """Return the content of tokenizer_config.json. Raises the exceptions of `config_of`."""
+    """Return the content of tokenizer_config.json for a GGUF file.
+
+    Raises the exceptions of `config_of`.
+    """
     metadata = open_gguf(path).metadata
     found: Json = dict(_named_texts(read_vocabulary(metadata)))
     if metadata.get(CHAT_TEMPLATE) is not None:
@@ -72,7 +81,10 @@ def tokenizer_config_of(path: Path) -> Json:
 
 
 def has_chat_template(path: Path) -> bool:
-    """Return whether the file has a chat template. Raises the exceptions of `config_of`."""
+    """Return whether a GGUF file has a chat template.
+
+    Raises the exceptions of `config_of`.
+    """
     metadata: Metadata = open_gguf(path).metadata
     return bool(metadata.text(CHAT_TEMPLATE, ""))
 

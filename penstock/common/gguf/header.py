@@ -1,11 +1,12 @@
-"""Reads the header of a GGUF file: metadata, and the location of each tensor.
+"""Reads the header of a GGUF file, which has the metadata and the location of each tensor.
 
-A file starts with the magic `GGUF`, the version and the numbers of tensors and metadata entries.
-The metadata (key, type, value), the entries of the tensors (name, dimensions, type, offset) and the
-aligned data follow. Numbers are little endian. `docs/gguf.md` of ggml describes the format.
+A file starts with the magic `GGUF`, the version, the number of tensors and the number of metadata
+entries. The metadata (key, type, value) follows, then the entries of the tensors (name, dimensions,
+type, offset), and then the aligned data. Numbers are little endian. `docs/gguf.md` of ggml
+describes the format.
 
-Files are not trusted: every count, length, type, dimension and offset is compared with the size of
-the file before it is used. Time and memory are bounded by `MAX_HEADER_BYTES`.
+Files are not trusted. Every count, length, type, dimension and offset is compared with the size of
+the file before it is used. `MAX_HEADER_BYTES` limits the time and the memory that a file can cost.
 """
 
 import math
@@ -22,9 +23,9 @@ from penstock.common.gguf.tensor_types import OTHER_TYPES, TENSOR_TYPES, TensorT
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_HEADER_BYTES = 64 << 20
-MAX_NAME_BYTES = 255  # longest metadata key or tensor name
+MAX_NAME_BYTES = 255  # limit of the length of a metadata key or a tensor name
 MAX_DIMENSIONS = 4
-MAX_ITEMS = 1 << 44  # maximum number of items of one tensor
+MAX_ITEMS = 1 << 44  # limit of the number of items of one tensor
 MAX_ALIGNMENT = 1 << 16
 DEFAULT_ALIGNMENT = 32
 
@@ -37,14 +38,16 @@ _NUMBERS = {
     }.items()
 }
 _UINT32, _UINT64 = _NUMBERS[4], _NUMBERS[10]
-_LEAST_ENTRY_BYTES = _UINT64.size + 1 + _UINT32.size + 1  # key and value: 1 byte each
+# The key and the value have at least one byte each.
+_LEAST_ENTRY_BYTES = _UINT64.size + 1 + _UINT32.size + 1
 _LEAST_TENSOR_BYTES = 2 * _UINT64.size + 1 + 2 * _UINT32.size + _UINT64.size
 
 
 class GgufArray:
-    """An array in the metadata, whose items are decoded when they are read.
+    """An array in the metadata, whose items are decoded only when they are read.
 
-    Its bounds have been checked against the file; strings may still be invalid UTF-8.
+    The bounds of the array have been checked against the file. Its strings may still be invalid
+    UTF-8.
     """
 
     def __init__(self, cursor: "_Cursor", key: str, code: int, count: int) -> None:
@@ -55,7 +58,7 @@ class GgufArray:
         return self._count
 
     def numbers(self) -> list[int | float]:
-        """Return the items of an array of numbers; raise `BadCheckpoint` for strings."""
+        """Return the items of an array of numbers. Raise `BadCheckpoint` if they are strings."""
         if self._code == _STRING:
             raise self._wrong("contains strings, not numbers")
         number = _NUMBERS[self._code]
@@ -63,7 +66,7 @@ class GgufArray:
         return [value for (value,) in number.iter_unpack(self._data[self._start : end])]
 
     def strings(self) -> list[str]:
-        """Return the items of an array of strings; raise `BadCheckpoint` for other arrays."""
+        """Return the items of an array of strings. Raise `BadCheckpoint` if they are numbers."""
         if self._code != _STRING:
             raise self._wrong("contains numbers, not strings")
         found, position = [], self._start
@@ -88,7 +91,8 @@ Value: TypeAlias = bool | int | float | str | GgufArray
 class GgufTensor:
     """Location of a tensor: `num_bytes` bytes at offset `start` of the file `path`.
 
-    `shape` has the row length last, as in torch; a GGUF file stores the dimensions in reverse.
+    The last dimension of `shape` is the length of a row, as in torch. A GGUF file stores the
+    dimensions in the reverse order.
     """
 
     path: Path
@@ -101,7 +105,7 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """The header of one file."""
+    """The header of one GGUF file."""
 
     path: Path
     metadata: Mapping[str, Value]
@@ -120,8 +124,8 @@ def read_header(path: Path) -> GgufHeader:
         with path.open("rb") as file:
             begin = file.read(len(MAGIC) + _UINT32.size)
             _check_magic(path, begin)
-            # The map is not closed here, because arrays are decoded later. Python closes the map
-            # when the last reference is gone.
+            # The map stays open, because arrays are decoded later.
+            # Python closes the map when its last reference is gone.
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except FileNotFoundError:
         raise BadCheckpoint(f"{path} is missing: copy or download it again") from None
@@ -152,7 +156,7 @@ def _check_magic(path: Path, begin: bytes) -> None:
 
 
 class _Cursor:
-    """A position in the header, and reads that are checked against the size of the file."""
+    """A position in the header, with reads that are checked against the size of the file."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path = path
@@ -195,7 +199,7 @@ class _Cursor:
             raise self.bad(f"{what} is not UTF-8") from None
 
     def name(self, what: str) -> str:
-        """Read a key or a tensor's name: printable ASCII of at most `MAX_NAME_BYTES`."""
+        """Read the name of a key or a tensor: printable ASCII of at most `MAX_NAME_BYTES`."""
         size = self.count(_UINT64, what)
         if not 0 < size <= MAX_NAME_BYTES:
             raise self.bad(f"{what} has {size} bytes, not 1 to {MAX_NAME_BYTES}")
@@ -206,7 +210,7 @@ class _Cursor:
         return name
 
     def skip_strings(self, count: int, what: str) -> None:
-        """Skip `count` strings and check that each is inside the header."""
+        """Skip `count` strings and check that each of them is inside the header."""
         data, position, end = self.data, self.position, self._end
         for index in range(count):
             if position + _UINT64.size > end:
@@ -290,7 +294,7 @@ def _read_array(cursor: _Cursor, key: str) -> GgufArray:
 
 
 def _read_tensor(cursor: _Cursor, what: str, alignment: int) -> GgufTensor:
-    """Read the entry of a tensor; its `start` is still relative to the data."""
+    """Read the entry of a tensor. Its `start` is still relative to the start of the data."""
     name = cursor.name(f"the name of {what}")
     what = f"tensor {name}"
     num_dimensions = cursor.count(_UINT32, what)

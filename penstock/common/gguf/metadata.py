@@ -12,7 +12,7 @@ MAX_SIZE = 1 << 24  # largest valid value of a size, for example of a dimension
 
 
 def shortest(value: float) -> float:
-    """Return `value` rounded to 7 digits if both are the same float32, otherwise `value`."""
+    """Return `value`, rounded to 7 digits if this does not change its float32 value."""
     short = float(f"{value:.7g}")
     try:
         return short if unpack("<f", pack("<f", short)) == (value,) else value
@@ -21,7 +21,10 @@ def shortest(value: float) -> float:
 
 
 class Metadata:
-    """Metadata by key; records the keys that were read, so that unread keys can be refused."""
+    """The metadata of a GGUF file, by key.
+
+    The object records which keys were read, so that files with other keys can be refused.
+    """
 
     def __init__(self, path: Path, values: Mapping[str, Value]) -> None:
         self.path = path
@@ -72,9 +75,10 @@ class Metadata:
         return value
 
     def uniform_size(self, key: str, default: int | None = None) -> int:
-        """Return a size that the file gives as one number, or as an array of equal numbers.
+        """Return a size that the file gives as one number or as an array with one number per layer.
 
-        Such an array has one number per layer. If the numbers differ, raise `UnsupportedModel`.
+        Raises:
+            UnsupportedModel: the numbers of the array differ.
         """
         value = self.get(key)
         if not isinstance(value, GgufArray):
@@ -91,7 +95,7 @@ class Metadata:
         """Return a positive, finite number.
 
         Most numbers in files are float32. The result is rounded to 7 digits if this does not change
-        the float32, so that 0.1 is returned as in config.json; see `shortest`.
+        its float32 value. The number 0.1 is thus returned as 0.1, as in config.json.
         """
         value = self.get(key)
         value = default if value is None else value
@@ -106,7 +110,7 @@ class Metadata:
         return value.strings()
 
     def numbers(self, key: str) -> list[int | float] | None:
-        """Return an array of numbers; None if it is absent."""
+        """Return an array of numbers, or None if the file does not have it."""
         value = self.get(key)
         if value is None:
             return None
@@ -117,10 +121,10 @@ class Metadata:
     def refuse_unread(self, prefix: str, neutral: Iterable[str] = ()) -> None:
         """Raise `UnsupportedModel` for a key below `prefix` that was not read.
 
-        Such a key may change the model's answers.
+        An entry that was not read may change the model's answers.
 
         Args:
-            neutral: Keys that may stay unread, because they do not change answers.
+            neutral: Keys that may stay unread, because their entries do not change answers.
         """
         known = self._read.union(neutral)
         for key in self._values:

@@ -1,7 +1,7 @@
 """Normalizers and pre-tokenizers of byte-level BPE, by the value of `tokenizer.ggml.pre`.
 
-Each entry is copied from the `tokenizer.json` of the models that it names. llama.cpp has the same
-regular expressions in `llama-vocab.cpp`.
+Each of them is copied from the `tokenizer.json` of the models that its key names. llama.cpp has the
+same regular expressions in `llama-vocab.cpp`.
 """
 
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ class PreTokenizer:
     """The parts of a tokenizer that depend on `tokenizer.ggml.pre`.
 
     Attributes:
-        steps: Entries of the pre-tokenizer before the mapping of bytes to characters.
-        gpt2_words: Whether that mapping also splits the text into words, as GPT-2 does.
+        steps: Steps of the pre-tokenizer before the step that maps bytes to characters.
+        gpt2_words: Whether the mapping step also splits the text into words, as GPT-2 does.
         normalizer: The normalizer, or None.
         ignore_merges: Whether a word that is a token is used as it is, without merges.
         add_bos: Default of `tokenizer.ggml.add_bos_token`.
@@ -29,7 +29,7 @@ class PreTokenizer:
     add_bos: bool = False
 
     def pre_tokenizer(self) -> Json:
-        """Return the `pre_tokenizer` of tokenizer.json."""
+        """Return the entry `pre_tokenizer` of tokenizer.json."""
         bytes_to_characters = {
             "type": "ByteLevel",
             "add_prefix_space": False,
@@ -83,4 +83,4 @@ PRE_TOKENIZERS = {
     "tekken": _TEKKEN,
     "smollm": _SINGLE_DIGITS,
 }
-"""Served pre-tokenizers by the value of `tokenizer.ggml.pre`."""
+"""The supported pre-tokenizers, by the value of `tokenizer.ggml.pre`."""

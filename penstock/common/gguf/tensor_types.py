@@ -1,10 +1,13 @@
-"""The types of tensors in GGUF files: their numbers, names and block sizes."""
+"""The types of tensors in GGUF files, with their numbers, names and block sizes."""
 
 from typing import NamedTuple
 
 
 class TensorType(NamedTuple):
-    """A storage type. A row is a sequence of blocks: `block_items` items in `block_bytes` bytes."""
+    """A storage type of tensors.
+
+    A row is a sequence of blocks. Each block has `block_items` items in `block_bytes` bytes.
+    """
 
     name: str
     block_items: int
@@ -26,7 +29,7 @@ TENSOR_TYPES = {
     14: TensorType("Q6_K", 256, 210),
     30: TensorType("BF16", 1, 2),
 }
-"""Served types by their number in a file. The sizes are those of the structs in ggml-common.h."""
+"""The supported types, by their number in a file. The sizes are those of ggml-common.h."""
 
 BY_NAME = {each.name: each for each in TENSOR_TYPES.values()}
 
@@ -37,4 +40,4 @@ OTHER_TYPES = {
     **{29: "IQ1_M", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 34: "TQ1_0", 35: "TQ2_0"},
     **{36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8", 39: "MXFP4", 40: "NVFP4"},
 }
-"""Names of the types that are not supported, for error messages."""
+"""Names of the types that are not supported, by number, for error messages."""

@@ -15,8 +15,8 @@ from penstock.common.gguf.vocabulary import (
 
 Json: TypeAlias = dict[str, Any]
 
-SPACE = "\u2581"  # SentencePiece writes this character for a space
-MAX_PIECE_CHARS = 512  # bounds the time to find the merges of SentencePiece tokens
+SPACE = "\u2581"  # SentencePiece writes this character in place of a space
+MAX_PIECE_CHARS = 512  # limits the time that finding the merges of SentencePiece tokens takes
 
 NEUTRAL = {
     f"tokenizer.ggml.{name}"
@@ -26,7 +26,7 @@ NEUTRAL = {
         *("suffix_token_id", "middle_token_id", "scores", "merges", "cls_token_id"),
     )
 }
-"""Entries that do not change how a text is encoded.
+"""Entries of GGUF files that do not change how a text is encoded.
 
 Byte-level BPE does not use `scores`, and SentencePiece does not use `merges`.
 """
@@ -37,7 +37,7 @@ def convert_tokenizer(metadata: Metadata, vocabulary: Vocabulary) -> Json:
 
     Raises:
         BadCheckpoint: An entry is missing or invalid.
-        UnsupportedModel: The kind of tokenizer, or an entry that changes it, is not supported.
+        UnsupportedModel: The kind of tokenizer or an entry that changes it is not supported.
     """
     kind = metadata.text("tokenizer.ggml.model")
     if kind == "gpt2":
@@ -109,7 +109,10 @@ def _post_processor(metadata: Metadata, vocabulary: Vocabulary, add_bos: bool) -
 
 
 def _byte_level(metadata: Metadata, vocabulary: Vocabulary) -> tuple[Json, bool]:
-    """Return the entries of tokenizer.json for byte-level BPE, and whether BOS is the default."""
+    """Return the entries of tokenizer.json for byte-level BPE.
+
+    The second result is True if BOS is added to texts by default.
+    """
     name = metadata.text("tokenizer.ggml.pre")
     kind = PRE_TOKENIZERS.get(name)
     if kind is None:
@@ -129,7 +132,7 @@ def _byte_level(metadata: Metadata, vocabulary: Vocabulary) -> tuple[Json, bool]
                 f"tokenizer.ggml.merges[{number}] is {' '.join(merge)!r:.80}: expected two tokens "
                 "with one space between them"
             )
-    # Leave out the tokens [PADn] with which llama.cpp's converter fills gaps in the vocabulary.
+    # The converter of llama.cpp fills gaps in the vocabulary with tokens [PADn]. Leave these out.
     vocab = {
         text: token
         for token, text in enumerate(vocabulary.tokens)
@@ -167,10 +170,13 @@ def _bpe(vocab: dict[str, int], merges: list[list[str]], **options: object) -> J
 
 
 def _sentence_piece(metadata: Metadata, vocabulary: Vocabulary) -> tuple[Json, bool]:
-    """Return (entries of tokenizer.json for SentencePiece BPE, whether BOS is added by default).
+    """Return the entries of tokenizer.json for SentencePiece BPE.
 
-    SentencePiece joins the pair whose token has the highest score. BPE of the `tokenizers` library
-    joins the pair that comes first in its list of merges. We therefore sort the list by score.
+    SentencePiece first joins the pair of tokens whose concatenation has the highest score. BPE of
+    the `tokenizers` library first joins the pair that is earliest in its list of merges. The list
+    is therefore sorted by score.
+
+    The second result is True if BOS is added to texts by default.
     """
     if metadata.flag("tokenizer.ggml.remove_extra_whitespaces", False):
         raise metadata.unsupported(
@@ -218,7 +224,7 @@ def _sentence_piece(metadata: Metadata, vocabulary: Vocabulary) -> tuple[Json, b
 def _merges(
     metadata: Metadata, vocabulary: Vocabulary, scores: list[int | float]
 ) -> list[list[str]]:
-    """Return all pairs of tokens whose concatenation is a token, highest score of it first."""
+    """Return all pairs of tokens whose concatenation is a token, sorted by that token's score."""
     joined = {
         text: scores[token]
         for token, text in enumerate(vocabulary.tokens)

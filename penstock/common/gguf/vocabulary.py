@@ -14,7 +14,7 @@ ENDS_OF_ANSWERS = frozenset(
         *("<|return|>", "<|call|>", "<|end_of_text|>", "<|endofturn|>"),
     )
 )
-"""Tokens that end an answer even if no metadata entry names them; llama.cpp has a similar list."""
+"""Tokens that end an answer even if no metadata entry names them. llama.cpp has a similar list."""
 
 NAMES = {
     "bos_token": "tokenizer.ggml.bos_token_id",
@@ -23,7 +23,10 @@ NAMES = {
     "sep_token": "tokenizer.ggml.seperator_token_id",
     "pad_token": "tokenizer.ggml.padding_token_id",
 }
-"""Keys of the special tokens that a chat template may name. `seperator` is GGUF's spelling."""
+"""Keys of the special tokens to which a chat template may refer.
+
+`seperator` is the spelling of GGUF.
+"""
 
 _ENDS = (NAMES["eos_token"], "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 
@@ -35,7 +38,7 @@ class Vocabulary:
     Attributes:
         tokens: Text of each token, by id.
         kinds: Kind of each token, by id.
-        named: Ids of special tokens by name; only names from `NAMES` that the file sets.
+        named: Id of each special token that the file sets, by name. All names are keys of `NAMES`.
         ends: Ids of the tokens that end an answer.
     """
 
@@ -46,7 +49,7 @@ class Vocabulary:
 
 
 def read_vocabulary(metadata: Metadata) -> Vocabulary:
-    """Read tokens, their kinds and the special tokens.
+    """Read the tokens, their kinds and the special tokens of a model.
 
     Raises:
         BadCheckpoint: A list has a wrong length, a kind is unknown, or an id does not exist.

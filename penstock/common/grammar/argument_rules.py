@@ -1,7 +1,7 @@
-"""Grammar rules for the arguments of tool calls, in the notation of a model family.
+"""Grammar rules for the arguments of tool calls, in the notation of a family of models.
 
-If a notation cannot express all values that a schema allows, the grammar allows a subset. An object
-may have unlisted properties only if its schema lists no properties.
+If a notation cannot express all values that a schema allows, the grammar allows a subset of them.
+An object may have properties that its schema does not list only if the schema lists no properties.
 """
 
 import json
@@ -19,30 +19,30 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 SCHEMA_OPTIONS: "JsonCompileOptions" = {
-    # Allow one space after a comma or colon, because most models write one. If any white space
-    # were allowed, a model could generate spaces forever.
+    # Allow one space after a comma or a colon, because most models write one.
+    # If any white space were allowed, a model could generate spaces forever.
     "whitespace_flexible": False,
     "item_separator": ", ?",
     "key_separator": ": ?",
-    "lenient": False,  # refuse keywords that are not supported
+    "lenient": False,  # refuse schemas with keywords that are not supported
 }
 
-MAX_RULE_CHARS = 1 << 20  # maximum total length of the rules of one function
+MAX_RULE_CHARS = 1 << 20  # limit of the total length of the rules of one function, in characters
 
 ANY_ARGUMENTS: Mapping[str, Any] = {
     "type": "object",
     "x-guidance": {"whitespace_flexible": True},
 }
-"""Schema for the arguments of a function that is not strict: any JSON object."""
+"""Schema for the arguments of a function that is not strict. It allows any JSON object."""
 
 
 class ArgumentRules:
-    """Collects the rules for the arguments of one function.
+    """Collects the grammar rules for the arguments of one function.
 
     Args:
-        notation: the notation.
-        index: number of the function, which is part of all names.
-        schema: schema of the arguments; None: any arguments.
+        notation: the notation of the model's tool calls.
+        index: number of the function, which is part of the names of all its rules.
+        schema: schema of the arguments, or None for any arguments.
     """
 
     def __init__(self, notation: ArgumentNotation, index: int, schema: Any) -> None:
@@ -55,18 +55,18 @@ class ArgumentRules:
         self._num_chars = 0
 
     def rule(self, expansion: str, is_terminal: bool = False) -> str:
-        """Add a rule or a terminal; return its name."""
+        """Add a rule or a terminal, and return its name."""
         name = self.new_name()
         name = name.upper() if is_terminal else name
         self.define(name, expansion)
         return name
 
     def define(self, name: str, expansion: str) -> None:
-        """Add a rule of a given name.
+        """Add a rule with a given name.
 
         Raises:
-            UnsupportedSchemaError: the rules are too long. (Each JSON value contains a copy of all
-                schemas that it may refer to.)
+            UnsupportedSchemaError: the rules are too long. This may happen because each JSON value
+                contains a copy of all schemas to which it may refer.
         """
         self._num_chars += len(expansion)
         if self._num_chars > MAX_RULE_CHARS:
@@ -78,30 +78,31 @@ class ArgumentRules:
         return f"{self._prefix}_{self._num_names}"
 
     def json_value(self, schema: Any) -> str:
-        """Return the rule of a value in JSON.
+        """Add the rule of a value that is written as JSON, and return its name.
 
         Args:
-            schema: a schema below that of the arguments.
+            schema: schema of the value, which is a part of the schema of the arguments.
         """
         own = part(self.schema, schema)
         own = {} if own is True else own
         return self.rule(f"%json {json.dumps({**own, 'x-guidance': dict(SCHEMA_OPTIONS)})}")
 
     def string(self, terminal: str) -> str:
-        """Return the expansion for a string and the end marker `notation.end` after it."""
+        """Return the expansion for a string and for the end marker `notation.end` after it."""
         notation = self.notation
         if notation.end_token:
             return f"{self.rule(terminal, is_terminal=True)} {notation.end_token}"
         return self.rule(f"{terminal} {quoted(notation.end)}", is_terminal=True)
 
     def members(self, members: Sequence[tuple[str, bool]], separator: str) -> str:
-        """Return the expansion for members in a fixed order.
+        """Return the expansion for the members of an object, in a fixed order.
 
         Args:
-            members: expansions, and whether each is required.
+            members: for each member, its expansion and whether the member is required.
             separator: expansion between two members.
         """
-        rest, first = "", ""  # expansions after a previous member, and at the start
+        # `rest` matches the remaining members after a member, `first` matches them at the start.
+        rest, first = "", ""
         for expansion, is_required in reversed(members):
             member = self.rule(expansion)
             starts = [f"{member} {rest}"]
@@ -114,7 +115,7 @@ class ArgumentRules:
 
 
 def object_members(schema: Any, path: str) -> Iterable[tuple[str, Any, bool]]:
-    """Yield the name and schema of each listed property, and whether it is required.
+    """Yield the name and the schema of each listed property, and whether the property is required.
 
     Raises:
         UnsupportedSchemaError: a required property is not listed.
@@ -131,10 +132,12 @@ def object_members(schema: Any, path: str) -> Iterable[tuple[str, Any, bool]]:
 
 
 def checked_root(schema: Any) -> tuple[Mapping[str, Any], str]:
-    """Return the schema of the arguments with its `$ref` followed, and the schema's path.
+    """Return the schema of the arguments, and its path.
+
+    If the schema is a `$ref`, the target of the reference is returned.
 
     Raises:
-        UnsupportedSchemaError: the schema does not describe an object, or has keywords that are
+        UnsupportedSchemaError: the schema does not describe an object, or has a keyword that is
             supported only for JSON.
     """
     path = ""
@@ -160,7 +163,7 @@ def _check_root(schema: Mapping[str, Any], path: str, known: set[str]) -> None:
 
 
 def check_key(key: str, allowed: re.Pattern[str], path: str) -> None:
-    """Raise `UnsupportedSchemaError` if the notation cannot write a property's name."""
+    """Raise `UnsupportedSchemaError` if the notation cannot write the name of a property."""
     if not allowed.fullmatch(key):
         raise UnsupportedSchemaError(
             f"{path}/properties/{escaped(key)}", "this format of calls cannot write the name"
@@ -168,7 +171,7 @@ def check_key(key: str, allowed: re.Pattern[str], path: str) -> None:
 
 
 def _choice(expansions: Sequence[str]) -> str:
-    """Return an expansion that matches any of `expansions`; one of them may be empty."""
+    """Return an expansion that matches any of `expansions`. One of them may be empty."""
     texts = [each.strip() for each in expansions if each.strip()]
     found = f"( {' | '.join(texts)} )"
     return found if len(texts) == len(expansions) else f"{found}?"

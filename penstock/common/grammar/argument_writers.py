@@ -1,4 +1,4 @@
-"""Writes the rules of arguments: one function for each notation of `ArgumentNotation`."""
+"""Writes the grammar rules of arguments, with one function for each kind of `ArgumentNotation`."""
 
 import json
 import re
@@ -28,16 +28,18 @@ PYTHON_ANY = """\
 {0}: /'([^'\\\\\\n]|\\\\.)*'/ | /"([^"\\\\\\n]|\\\\.)*"/ | /[A-Za-z0-9_.+-]+/ | {0}_list | {0}_dict
 {0}_list: "[" ( {0} ( /, ?/ {0} )* )? "]"
 {0}_dict: "{{" ( {0} /: ?/ {0} ( /, ?/ {0} /: ?/ {0} )* )? "}}\""""
-"""Rules for a value in Python's syntax."""
+"""Rules for a value that is written in Python's syntax."""
 
 
 def argument_rules(notation: ArgumentNotation, index: int, schema: Any) -> list[str]:
-    """Return the rules `arguments_INDEX` of a function, and those that it uses.
+    """Return the grammar rules for the arguments of a function.
+
+    The first rule is `arguments_INDEX`. The others are the rules that it uses.
 
     Args:
-        notation: the notation of the model.
+        notation: the notation of the model's tool calls.
         index: number of the function.
-        schema: schema of the arguments; None: any arguments.
+        schema: schema of the arguments, or None for any arguments.
 
     Raises:
         UnsupportedSchemaError: the notation cannot express the schema.
@@ -81,10 +83,10 @@ def _write_tagged(rules: ArgumentRules) -> None:
 
 
 def _tagged_value(rules: ArgumentRules, key: str, schema: Any, path: str) -> str:
-    """Return the expansion for a value and the tag after it.
+    """Return the expansion for a parameter's value and for the tag after the value.
 
-    A parameter that may only be a string or null is written as plain text, others as JSON: the
-    parser of calls decides by the same types.
+    A parameter that may only be a string or null is written as plain text. Other parameters are
+    written as JSON. The parser of tool calls distinguishes the two cases by the same types.
     """
     types = parameter_types(rules.schema, key)
     if "string" not in types or not types <= TEXT_OR_NULL:
@@ -96,7 +98,7 @@ def _tagged_value(rules: ArgumentRules, key: str, schema: Any, path: str) -> str
 
 
 def _json_text(rules: ArgumentRules, schema: Any) -> str:
-    """Return the expansion for a JSON value and the tag after it."""
+    """Return the expansion for a JSON value and for the tag after the value."""
     end = rules.notation.end_token or quoted(rules.notation.end)
     return f"{rules.json_value(schema)} {end}"
 
@@ -141,7 +143,10 @@ def python_texts(schema: Any) -> list[str]:
 
 
 def _differs(value: Any) -> bool:
-    """Return whether a value has an expansion for a Python literal that differs from JSON."""
+    """Return whether the Python literal of a value differs from its JSON text.
+
+    The result is False for strings that cannot be written as a simple Python literal.
+    """
     if isinstance(value, str):
         return SAFE_TEXT.fullmatch(value) is not None
     return value is None or isinstance(value, bool)

@@ -1,4 +1,4 @@
-"""Grammar rules for arguments like JSON, except that keys and strings are written differently.
+"""Grammar rules for arguments that are like JSON, except for the keys and the strings.
 
 For example, FunctionGemma writes `{name:<escape>Ada<escape>,born:1815}`. Numbers, `true`, `false`
 and `null` are written as in JSON.
@@ -29,7 +29,7 @@ ANY_KEY = "/[A-Za-z_][A-Za-z0-9_]{0,63}/"
 
 
 def write_bracketed(rules: ArgumentRules) -> None:
-    """Write the rule of the arguments: the members of an object, with its braces."""
+    """Write the rule of the arguments, which are the members of an object in braces."""
     values = _Values(rules)
     if rules.schema is None:
         rules.define(rules.start, values.any_object())
@@ -39,7 +39,7 @@ def write_bracketed(rules: ArgumentRules) -> None:
 
 
 class _Values:
-    """Writes the rules of values.
+    """Writes the grammar rules of values.
 
     Args:
         rules: collects the rules.
@@ -54,7 +54,7 @@ class _Values:
         self._any = ""
 
     def value(self, schema: Any, path: str) -> str:
-        """Return the expansion for a value."""
+        """Return the expansion for a value that matches `schema`."""
         if schema is True or schema == {}:
             return self.any()
         found = self._others(schema, path)
@@ -65,7 +65,7 @@ class _Values:
         return f"( {' | '.join(found)} )"
 
     def any(self) -> str:
-        """Return the rule of any value."""
+        """Return the name of the rule that matches any value."""
         if not self._any:
             self._any = self._rules.new_name()
             text = f"{self._quote} {self._rules.string(f'( {self._strings.any} )')}"
@@ -84,7 +84,7 @@ class _Values:
         return f'"{{" ( {member} ( "," {member} )* )? "}}"'
 
     def object(self, schema: Mapping[str, Any], path: str) -> str:
-        """Return the expansion for an object."""
+        """Return the expansion for an object that matches `schema`."""
         members = [
             (f"{self._key(name, path)} {self.value(below, _below(path, name))}", is_required)
             for name, below, is_required in object_members(schema, path)
@@ -105,7 +105,7 @@ class _Values:
         return f'{self._quote} {quoted(name)} {self._quote} ":"'
 
     def _others(self, schema: Any, path: str) -> list[str]:
-        """Return the alternatives for all values that are not strings."""
+        """Return the expansions for all values of `schema` that are not strings."""
         if schema is False:
             return []
         if schema is True:
@@ -193,7 +193,7 @@ class _Values:
         return f'"[" ( {following} ){"" if least else "?"} "]"'
 
     def _literal(self, value: Any, path: str) -> str:
-        """Return the expansion that matches exactly `value`."""
+        """Return the expansion that matches only `value`."""
         match value:
             case bool() | None:
                 return quoted({True: "true", False: "false", None: "null"}[value])
@@ -214,7 +214,7 @@ class _Values:
 
 
 def _joined(texts: Sequence[str]) -> list[str]:
-    """Return expansions with commas between them."""
+    """Return a list of expansions with commas between them."""
     found = list(texts[:1])
     for text in texts[1:]:
         found += ['","', text]

@@ -1,4 +1,4 @@
-"""A bounded cache of compiled grammars, which evicts the least recently used first."""
+"""A bounded cache of compiled grammars. The least recently used grammar is evicted first."""
 
 import threading
 from collections import OrderedDict
@@ -8,15 +8,15 @@ from penstock.common.grammar.matcher import CompiledGrammar, GrammarVocabulary
 from penstock.common.structured_outputs import StructuredOutputs
 
 MAX_TEXT_BYTES = 8 << 20
-"""Bound on the total size of the cached texts; a grammar takes about 50 times its text."""
+"""Limit of the total size of the cached texts. A grammar takes about 50 times its text's memory."""
 
 
 class GrammarCache:
     """Compiles constraints and caches the compiled grammars. Thread-safe.
 
     Args:
-        make_vocabulary: builds the vocabulary, on first use.
-        max_text_bytes: bound on the total size of the cached texts.
+        make_vocabulary: builds the vocabulary when it is first needed.
+        max_text_bytes: limit of the total size of the texts of the cached constraints.
     """
 
     def __init__(
@@ -34,7 +34,10 @@ class GrammarCache:
         self._compiling = threading.Lock()
 
     def find(self, wanted: StructuredOutputs) -> CompiledGrammar | None:
-        """Return a grammar if it is cached, else None; does not wait for a compilation."""
+        """Return the grammar of a constraint if it is cached, and None otherwise.
+
+        This method does not wait for a compilation.
+        """
         with self._lock:
             found = self._grammars.get(wanted)
             if found is not None:
@@ -42,7 +45,7 @@ class GrammarCache:
             return found
 
     def compile(self, wanted: StructuredOutputs) -> CompiledGrammar:
-        """Return a constraint's grammar; compile it if the cache does not have it.
+        """Return the grammar of a constraint, after compiling it if it is not cached.
 
         Raises:
             InvalidParameterError: the constraint is invalid, not supported or too large.

@@ -1,7 +1,8 @@
 """Converts the text of a constraint to an llguidance grammar, or refuses it with a reason.
 
-A router calls this module in a helper process, to check constraints. A worker compiles them. Limits
-bound the time to compile a grammar and to compute a mask; constraints beyond them are refused.
+A router uses this module in a helper process to check constraints. A worker uses it to compile
+them. Limits bound the time to compile a grammar and the time to compute a mask. Constraints that
+exceed the limits are refused.
 """
 
 import json
@@ -22,14 +23,14 @@ from penstock.common.structured_outputs import UNPAIRED, StructuredOutputs, inva
 MAX_CHOICES = 4096
 
 NAMES: Mapping[str, str] = {"json": "JSON Schema", "tool_calls": "schema of strict tools"}
-"""Names of kinds in error messages; other kinds appear under their own names."""
+"""Names of some kinds of constraints in error messages. Other kinds have their own names."""
 
 MALFORMED = (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError)
 """Exceptions that may occur if the keywords of a schema have values of wrong types."""
 
 
 def parser_limits() -> LLParserLimits:
-    """Return limits that bound compilation to about 0.3 s, and a mask to about 20 ms."""
+    """Return limits that bound a compilation to about 0.3 s, and a mask to about 20 ms."""
     return LLParserLimits(
         initial_lexer_fuel=250_000,
         max_lexer_states=50_000,
@@ -39,7 +40,7 @@ def parser_limits() -> LLParserLimits:
 
 
 def grammar_text(wanted: StructuredOutputs) -> str:
-    """Return a constraint as a grammar for `LLMatcher`.
+    """Return the text of a constraint as a grammar for `LLMatcher`.
 
     Raises:
         InvalidParameterError: the text is not valid for the kind of constraint.
@@ -47,7 +48,7 @@ def grammar_text(wanted: StructuredOutputs) -> str:
     wanted.validate()
     try:
         return _CONVERTERS[wanted.kind](wanted.text)
-    except UnicodeEncodeError as error:  # an escaped lone surrogate in JSON
+    except UnicodeEncodeError as error:  # the JSON text has an escape sequence of a lone surrogate
         raise invalid(UNPAIRED) from error
 
 
@@ -56,7 +57,7 @@ def check_structured_outputs(wanted: StructuredOutputs) -> None:
 
     Raises:
         InvalidParameterError: the constraint is invalid or not supported. The message names the
-            keyword of the schema and its path, or the line of the grammar.
+            keyword of the schema with its path, or the line of the grammar.
     """
     grammar = grammar_text(wanted)
     is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=parser_limits())
@@ -73,7 +74,10 @@ def refusal(wanted: StructuredOutputs, message: str) -> InvalidParameterError:
 
 
 def _quoted_path(wanted: StructuredOutputs, problem: str) -> str:
-    """Return the path in the schema of the keyword that `problem` quotes; "" if not found."""
+    """Return the path in the schema of the keyword that an error message quotes.
+
+    Return "" if the schema does not have the keyword.
+    """
     if wanted.kind == "json":
         return first_path(wanted.text, problem)
     if wanted.kind == "tool_calls":
@@ -127,7 +131,11 @@ def _structural_tag(text: str) -> str:
 
 
 def _tool_calls(text: str) -> str:
-    """Return the grammar for calls of strict functions: the router's, and rules for arguments."""
+    """Return the grammar for calls of strict functions.
+
+    It consists of the grammar that the router has written, and of rules for the functions'
+    arguments.
+    """
     content = _parsed(text, (dict,), "a JSON object")
     given = content["notation"]
     notation = ArgumentNotation(**{**given, "markers": tuple(given["markers"])})
@@ -167,7 +175,7 @@ def _tag(path: str, structure: Any, triggers: list[Any]) -> StructTag:
 
 
 def _parsed(text: str, types: tuple[type, ...], expected: str) -> Any:
-    """Return the value of a JSON text of one of `types`."""
+    """Return the value of a JSON text. Raise an error if its type is not one of `types`."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:

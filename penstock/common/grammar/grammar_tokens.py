@@ -1,4 +1,4 @@
-"""The tokens of a model in the form in which llguidance reads them."""
+"""The tokens of a model, in the form in which llguidance reads them."""
 
 from collections.abc import Sequence
 
@@ -7,16 +7,16 @@ from penstock.common.text.tokenizer import ModelTokenizer
 
 
 class GrammarTokens:
-    """The bytes of all tokens, and the tokenization of forced text; llguidance reads the fields.
+    """The bytes of all tokens, and a tokenizer for text that a grammar forces.
 
-    If llguidance reads `tokenizer.json` itself, it takes each added token of the form `<...>` for a
-    control token, which no text can contain. Many models mark calls and reasoning by such tokens
-    (Qwen, DeepSeek, GLM).
+    llguidance reads the attributes of this object. If it read `tokenizer.json` itself, it would
+    take each added token of the form `<...>` for a control token, which no text can contain. Many
+    models (Qwen, DeepSeek, GLM) delimit tool calls and reasoning with such tokens.
 
     Args:
         tokenizer: the tokenizer of the model.
-        end_tokens: tokens that end an answer. No text contains them, even if the tokenizer does
-            not mark them as special, as in some GGUF files.
+        end_tokens: tokens that end an answer. No text contains them. In some GGUF files, the
+            tokenizer does not mark them as special.
     """
 
     is_tokenizer_wrapper = True

@@ -13,17 +13,17 @@ from penstock.common.structured_outputs import StructuredOutputs, invalid
 from penstock.common.text.tokenizer import ModelTokenizer
 
 Words: TypeAlias = npt.NDArray[np.int32]
-"""A bit mask over the vocabulary: token t is bit t % 32 of word t // 32."""
+"""A bit mask over the vocabulary. Token t is bit t % 32 of word t // 32."""
 
 BITS = 32
 
-_CHARACTER = r'[^"\\\x00-\x1F\x7F]'  # a character of a JSON string that needs no escape
+_CHARACTER = r'[^"\\\x00-\x1F\x7F]'  # matches a character of a JSON string that needs no escape
 SLICES = (
     r"[\x20\x0A\x0D\x09]+",
     *(f"{_CHARACTER}{{1,{most}}}" for most in (1, 2, 3, 4, 5, 6, 8, 10, 13, 20, 30)),
     f"{_CHARACTER}+",
 )
-"""Regular expressions for sets of tokens; llguidance need not check a fully allowed set by token.
+"""Regular expressions for sets of tokens. llguidance checks a fully allowed set as a whole.
 
 There are sets for several maximum lengths, because near the `maxLength` of a string only short
 tokens are allowed. Only the tokens outside of the largest allowed set are checked one by one.
@@ -33,7 +33,7 @@ masks (docs/performance.md) and take 85 MB of memory for 200,000 tokens.
 
 
 def num_words(vocab_size: int) -> int:
-    """Return the number of words that hold one bit per token."""
+    """Return the number of words in a mask that has one bit per token."""
     return -(-vocab_size // BITS)
 
 
@@ -44,8 +44,9 @@ class GrammarVocabulary:
 
     Args:
         tokenizer: the tokenizer of the model.
-        vocab_size: number of logits of the model; tokens that the tokenizer lacks never match.
-        end_tokens: tokens that end an answer; allowed where the answer may be complete.
+        vocab_size: number of logits of the model. Tokens that the tokenizer lacks never match.
+        end_tokens: tokens that end an answer. A grammar allows them where the answer may be
+            complete.
 
     Raises:
         ValueError: the model has no end token.
@@ -66,7 +67,7 @@ class GrammarVocabulary:
         self.num_words = num_words(self.tokens.vocab_size)
 
     def compile(self, wanted: StructuredOutputs) -> "CompiledGrammar":
-        """Compile a constraint.
+        """Compile a constraint to a grammar for this vocabulary.
 
         Raises:
             InvalidParameterError: the constraint is invalid, not supported, or exceeds the limits.
@@ -78,7 +79,7 @@ class GrammarVocabulary:
 
 
 class CompiledGrammar:
-    """A grammar compiled for one vocabulary; any number of answers may share it."""
+    """A grammar compiled for one vocabulary. Any number of answers may share it."""
 
     def __init__(self, wanted: StructuredOutputs, start: LLMatcher, num_words: int) -> None:
         self.wanted = wanted
@@ -90,26 +91,29 @@ class CompiledGrammar:
         return Matcher(self._start.deep_copy(), self.num_words)
 
     def check_answer(self, tokens: Sequence[int]) -> None:
-        """Check that the grammar allows an answer so far.
+        """Check that the grammar allows an answer that is not complete yet.
 
         Raises:
-            InvalidParameterError: it does not.
+            InvalidParameterError: the grammar does not allow the answer.
         """
         if not self.matcher().advance(tokens):
             raise invalid("the tokens of the answer so far do not match the grammar")
 
 
 class Matcher:
-    """Position of an answer in its grammar; depends only on the grammar and the answer's tokens."""
+    """Position of an answer in its grammar.
+
+    The position depends only on the grammar and the tokens of the answer.
+    """
 
     def __init__(self, inner: LLMatcher, num_words: int) -> None:
         self.inner = inner
         self.num_words = num_words
 
     def advance(self, tokens: Sequence[int]) -> bool:
-        """Consume the next tokens of the answer; return False if the grammar does not allow them.
+        """Consume the next tokens of the answer. Return False if the grammar does not allow them.
 
-        Once this has returned False, `fill` allows no token.
+        After this method has returned False, `fill` allows no token.
         """
         return self.inner.consume_tokens(list(tokens)) if len(tokens) else not self.is_broken
 
@@ -120,14 +124,14 @@ class Matcher:
 
     @property
     def is_complete(self) -> bool:
-        """True if the grammar allows nothing but an end token."""
+        """True if the grammar allows only an end token as the next token."""
         return bool(self.inner.is_stopped()) and not self.is_broken
 
     def fill(self, words: Words) -> None:
-        """Set the bits of the allowed tokens; clear all others.
+        """Set the bits of the tokens that may come next, and clear all other bits.
 
         Args:
-            words: [W] int32, contiguous, at least one bit per token.
+            words: [W] int32, contiguous, with at least one bit per token.
         """
         fill_masks([self], words[None])
 
@@ -135,12 +139,12 @@ class Matcher:
 def fill_masks(
     matchers: Sequence[Matcher], words: Words, executor: LLExecutor | None = None
 ) -> None:
-    """Fill one row of bits per matcher; the GIL is released meanwhile.
+    """Compute a mask for each of several matchers. The GIL is released meanwhile.
 
     Args:
         matchers: M matchers.
-        words: [M, W] int32, contiguous; overwritten.
-        executor: threads that share the work; None: the calling thread does all of it.
+        words: [M, W] int32, contiguous. It is overwritten with one mask per row.
+        executor: threads that share the work, or None if the calling thread does all of it.
     """
     if any(words.shape[1] < matcher.num_words for matcher in matchers):
         raise ValueError(f"a mask of {words.shape[1]} words is too short for the vocabulary")
@@ -157,5 +161,6 @@ def fill_masks(
                 address = first + index * row_bytes
                 matcher.inner.unsafe_compute_mask_ptr(address, matcher.num_words * 4)
     for index, matcher in enumerate(matchers):
-        if matcher.is_broken:  # broken before, or by this call (limits exceeded)
+        # Computing the mask may itself break a matcher, if it exceeds a limit.
+        if matcher.is_broken:
             words[index] = 0

@@ -1,4 +1,4 @@
-"""Terminals for strings that are written without JSON's quotes and escapes."""
+"""Grammar terminals for strings that are written without JSON's quotes and escapes."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ ANNOTATIONS = frozenset(
         *("$comment", "$schema", "$id", "$defs", "definitions"),
     )
 )
-"""Keywords that do not restrict values."""
+"""Keywords of a schema that do not restrict its values."""
 
 COMBINED = frozenset(("type", "enum", "const", "$ref", "anyOf", "oneOf", "allOf"))
 STRINGS = frozenset(("minLength", "maxLength", "pattern", "format"))
@@ -22,10 +22,10 @@ NUMBERS = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum
 ARRAYS = frozenset(("items", "minItems", "maxItems"))
 OBJECTS = frozenset(("properties", "required", "additionalProperties"))
 KNOWN = ANNOTATIONS | COMBINED | STRINGS | NUMBERS | ARRAYS | OBJECTS
-"""Keywords that are supported for values that are not written in JSON."""
+"""Keywords that are supported for values that are not written as JSON."""
 
 MAX_DEPTH = 32
-MAX_SCHEMAS = 1000  # per function, because references can repeat a schema exponentially often
+MAX_SCHEMAS = 1000  # limit per function, because references can repeat a schema exponentially often
 
 _DAY = (
     r"((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)"
@@ -42,14 +42,14 @@ FORMATS: Mapping[str, str] = {
     "uuid": r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}",
     "ipv4": rf"({_BYTE}\.){{3}}{_BYTE}",
 }
-"""Formats that strings without quotes may have. All matches are valid."""
+"""Patterns of the formats that strings without quotes may have. All matches are valid."""
 
 
 class RawStrings:
     """Writes Lark terminals for the strings that schemas allow.
 
     Args:
-        root: schema that `$ref` keywords refer to.
+        root: schema that contains the targets of `$ref` keywords.
         markers: texts that no string may contain.
     """
 
@@ -61,7 +61,7 @@ class RawStrings:
         self.any = f"/(?s:.*)/ & ~( /(?s:.*)/ ( {choices} ) /(?s:.*)/ )"
 
     def terminal(self, schema: Any, path: str) -> str:
-        """Return the terminal of the strings that a schema allows; empty if it allows no string.
+        """Return the terminal of the strings that a schema allows, or "" if it allows no string.
 
         Raises:
             UnsupportedSchemaError: a keyword cannot be expressed as a terminal.
@@ -70,7 +70,10 @@ class RawStrings:
         return "" if found is None else f"( {' & '.join((self.any, *found))} )"
 
     def _of(self, schema: Any, path: str, depth: int) -> list[str] | None:
-        """Return terminals that a string must all match; None if the schema allows no string."""
+        """Return a list of terminals that a string must all match.
+
+        Return None if the schema allows no string.
+        """
         self._num_visited += 1
         if self._num_visited > MAX_SCHEMAS:
             raise UnsupportedSchemaError(path, f"the strings have more than {MAX_SCHEMAS} schemas")
@@ -100,7 +103,7 @@ class RawStrings:
     def _branches(
         self, schema: Mapping[str, Any], path: str
     ) -> list[tuple[str, list[tuple[str, Any]]]]:
-        """Return lists of schemas; a string must match at least one schema of every list."""
+        """Return lists of schemas. A string must match at least one schema of every list."""
         found: list[tuple[str, list[tuple[str, Any]]]] = []
         if "$ref" in schema:
             reference = schema["$ref"]
@@ -142,14 +145,14 @@ class RawStrings:
         return found
 
     def check_text(self, text: str, path: str) -> None:
-        """Refuse a text that contains a marker."""
+        """Raise `UnsupportedSchemaError` if a text contains a marker."""
         for marker in self._markers:
             if marker in text:
                 raise UnsupportedSchemaError(path, f"a string cannot contain {marker}")
 
 
 def check_keywords(schema: Mapping[str, Any], path: str) -> None:
-    """Raise `UnsupportedSchemaError` for a keyword not in `KNOWN`, or a malformed `type`."""
+    """Raise `UnsupportedSchemaError` if a keyword is not in `KNOWN`, or `type` is malformed."""
     types = schema.get("type", [])
     if not all(isinstance(each, str) for each in (types if isinstance(types, list) else [types])):
         raise UnsupportedSchemaError(f"{path}/type", "a type is a string or a list of strings")
@@ -161,7 +164,7 @@ def check_keywords(schema: Mapping[str, Any], path: str) -> None:
 
 
 def resolved(root: Any, reference: Any, path: str) -> Any:
-    """Return the schema that a reference refers to."""
+    """Return the schema to which a reference refers."""
     found = referred(root, reference) if isinstance(reference, str) else None
     if found is None:
         raise UnsupportedSchemaError(f"{path}/$ref", "the reference does not exist in the schema")

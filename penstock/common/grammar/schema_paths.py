@@ -19,15 +19,17 @@ _QUOTED_VALUES = (
 
 
 def first_path(text: str, message: str) -> str:
-    """Return " at /path" of the first place in a schema that `message` quotes, or "" if none.
+    """Return " at /path" for the first place in a schema that an error message quotes.
+
+    Return "" if the message quotes nothing of the schema.
 
     Args:
-        text: the schema, valid JSON.
+        text: the schema, as valid JSON.
         message: an error message of llguidance.
     """
     try:
         return _first_path(json.loads(text), message)
-    except RecursionError:  # nested too deeply for a walk
+    except RecursionError:  # the schema is nested too deeply for a recursive walk
         return ""
 
 
@@ -45,7 +47,10 @@ def _first_path(schema: Any, message: str) -> str:
 
 
 def _walk(path: str, schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each schema below a schema with its JSON pointer, the schema itself first."""
+    """Yield the JSON pointer and the value of a schema and of all schemas below it.
+
+    The schema itself is the first.
+    """
     if not isinstance(schema, dict):
         return
     yield path, schema

@@ -1,4 +1,4 @@
-"""References within a JSON Schema that becomes a part of another document."""
+"""Changes references in a JSON Schema that becomes a part of another document."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +7,7 @@ NOT_SCHEMAS = ("const", "enum", "default", "examples")
 """Keywords whose values are not schemas."""
 
 NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-"""Keywords whose values are mappings from any names to schemas."""
+"""Keywords whose values are mappings from names to schemas."""
 
 
 def moved(schema: Any, base: str) -> Any:
@@ -28,9 +28,10 @@ def moved(schema: Any, base: str) -> Any:
 
 
 def part(root: Any, schema: Any) -> Any:
-    """Return `schema`, a part of `root`, as a self-contained schema."""
+    """Return `schema`, which is a part of `root`, as a schema that refers only to itself."""
     base = "#/$defs/root"
     copy = moved(schema, base)
-    if copy == schema or not isinstance(copy, dict):  # `schema` has no references
+    # No reference was changed, so `schema` has none.
+    if copy == schema or not isinstance(copy, dict):
         return schema
     return {**copy, "$defs": {**copy.get("$defs", {}), "root": moved(root, base)}}

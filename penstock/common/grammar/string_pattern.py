@@ -1,4 +1,4 @@
-"""Regular expressions of JSON Schema (ECMAScript) in the syntax of llguidance's terminals."""
+"""Converts regular expressions of JSON Schema (ECMAScript) to terminals for llguidance."""
 
 import re
 
@@ -11,7 +11,7 @@ def terminal(pattern: str) -> str:
     """Convert the `pattern` of a JSON Schema to a Lark terminal for the strings that it allows.
 
     Raises:
-        ValueError: the pattern has look-around, a back reference, an anchor within it, or another
+        ValueError: the pattern has look-around, a back reference, an inner anchor, or another
             construct that terminals do not have.
     """
     if found := _NOT_REGULAR.search(pattern.replace("\\\\", "")):
@@ -28,7 +28,7 @@ def terminal(pattern: str) -> str:
 
 
 def _converted(pattern: str) -> tuple[str, bool]:
-    """Return a pattern without anchors, and whether it has a | outside of parentheses."""
+    """Convert a pattern without anchors. Also return whether it has a `|` outside parentheses."""
     found: list[str] = []
     depth, in_class, has_choice, at = 0, False, False, 0
     while at < len(pattern):

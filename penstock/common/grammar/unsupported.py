@@ -1,8 +1,8 @@
-"""The refusal of a schema that the format of a model's calls cannot express."""
+"""The error for a schema that the format of a model's tool calls cannot express."""
 
 
 class UnsupportedSchemaError(Exception):
-    """Raised for a keyword of a schema.
+    """The format of a model's tool calls cannot express a keyword of a schema.
 
     Args:
         path: JSON pointer of the keyword.

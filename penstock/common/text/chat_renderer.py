@@ -1,6 +1,7 @@
-"""Renders conversations to prompts whose control tokens come from the chat template only.
+"""Renders conversations to prompts. Only the chat template can write control tokens into a prompt.
 
-A template is foreign code that may never end: run a renderer only in a process that can be killed.
+A template is foreign code that may never end, so a renderer must run in a process that can be
+killed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,7 @@ class ChatRenderer:
     """A compiled chat template, and the control tokens that messages must not contain.
 
     Raises:
-        ValueError: the source is not a valid template; the message names the line.
+        ValueError: the source is not a valid template. The message names the line.
 
     Attributes:
         variables: names of the variables that the template reads.
@@ -40,8 +41,8 @@ class ChatRenderer:
     ) -> list[Segment]:
         """Return the segments of the prompt for a conversation.
 
-        Text of the messages, tools, documents and variables never becomes a control token: only the
-        template writes these.
+        Only the template writes control tokens. Text of the messages, tools, documents and
+        variables never becomes a control token.
 
         Raises:
             ChatTemplateError: the template fails.

@@ -1,6 +1,7 @@
 """A model's chat template as it was read, and the options with which it is rendered.
 
-Nothing here compiles a template: its source is foreign code (see `chat_renderer`).
+This module does not compile templates, because their sources are foreign code (see
+`chat_renderer`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,8 +17,8 @@ class ChatSource:
 
     Attributes:
         template: the Jinja source.
-        special_tokens: values for the template's variables bos_token, eos_token, ..., named as in
-            tokenizer_config.json.
+        special_tokens: values of the template's variables bos_token, eos_token and so on. The names
+            are those of tokenizer_config.json.
         control_tokens: texts that only the template may write as control tokens.
     """
 
@@ -28,14 +29,14 @@ class ChatSource:
 
 @dataclass(frozen=True, slots=True)
 class TemplateOptions:
-    """Options of rendering a conversation; names and defaults are those of transformers.
+    """Options for rendering a conversation. Names and defaults are those of transformers.
 
     Attributes:
-        add_generation_prompt: end the prompt with the start of an answer.
-        continue_final_message: end the prompt with the text of the last message, so that the answer
-            continues this message.
-        tools: the tools that the model may call, as JSON schemas in OpenAI's form; None: no tools.
-        documents: documents that the answer may use; None: no documents.
+        add_generation_prompt: whether the prompt ends with the start of an answer.
+        continue_final_message: whether the prompt ends with the text of the last message, so that
+            the answer continues this message.
+        tools: the tools that the model may call, as JSON schemas in OpenAI's form, or None.
+        documents: documents that the answer may use, or None.
         variables: further variables of the template.
     """
 
@@ -50,4 +51,7 @@ DEFAULT_OPTIONS = TemplateOptions()
 
 
 class ChatTemplateError(ValueError):
-    """The messages cannot be rendered; the error text gives the reason and is safe for clients."""
+    """The messages cannot be rendered.
+
+    The text of the error gives the reason and may be shown to clients.
+    """

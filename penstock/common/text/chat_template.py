@@ -21,7 +21,10 @@ _PRIVATE_USE = range(0x100000, 0x10FFFE)
 
 
 class Generation(jinja2.ext.Extension):
-    """Renders the body of `{% generation %}` and ignores the tag, which only training needs."""
+    """Renders the body of the tag `{% generation %}`.
+
+    The tag itself is ignored, because only training needs it.
+    """
 
     tags = {"generation"}  # noqa: RUF012 (declared so by Jinja)
 
@@ -43,11 +46,11 @@ class ChatTemplate:
 
     Args:
         source: the Jinja source.
-        special_tokens: values for the template's variables bos_token, eos_token, ..., named as in
-            tokenizer_config.json.
+        special_tokens: values of the template's variables bos_token, eos_token and so on. The names
+            are those of tokenizer_config.json.
 
     Raises:
-        ValueError: the source is not a valid template; the message names the line.
+        ValueError: the source is not a valid template. The message names the line.
 
     Attributes:
         variables: names of the variables that the template reads.
@@ -76,19 +79,19 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         options: TemplateOptions = DEFAULT_OPTIONS,
     ) -> str:
-        """Return the prompt for a conversation; the assistant's answer continues this prompt.
+        """Return the prompt for a conversation, which the assistant's answer continues.
 
-        Each message gets the form that the template reads: see `template_messages.with_form`.
+        Each message gets the form that the template reads (see `template_messages.with_form`).
 
         Raises:
-            ChatTemplateError: the template rejects the messages or raises any exception. (The
-                template is foreign code, so every type of exception is converted.)
+            ChatTemplateError: the template rejects the messages or raises any exception. All types
+                of exceptions are converted, because the template is foreign code.
             MemoryError: the process has no memory left.
         """
         shown = [with_form(message, self._forms) for message in messages]
         if not options.continue_final_message:
             return self._render(shown, options)
-        # The template may add text after the last message: a mark shows where the message ends.
+        # The template may add text after the last message, so a mark shows where the message ends.
         mark = _unused_character(messages)
         shown[-1] = _append(shown[-1], mark)
         text, found, _ = self._render(shown, options).rpartition(mark)

@@ -1,7 +1,7 @@
-"""Finds the forms of a message that a chat template reads, in the template's syntax tree.
+"""Finds the forms of messages that a chat template reads, in the template's syntax tree.
 
-As in vLLM, a template reads lists if it has a loop over the content of a message, such as
-`{% for part in message['content'] %}`. The `message` must come from a loop over `messages`.
+As in vLLM, a template reads lists if it has a loop over the content of a message, such as `{% for
+part in message['content'] %}`. The variable `message` must come from a loop over `messages`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,10 +17,10 @@ class ContentForms(NamedTuple):
     """The forms of messages that a template reads.
 
     Attributes:
-        string: the content of a message may be a string.
-        lists: the content may be a list of parts.
-        none: the content may be None.
-        reasoning_names: the names of the members from which the template reads the reasoning.
+        string: whether the content of a message may be a string.
+        lists: whether the content may be a list of parts.
+        none: whether the content may be None.
+        reasoning_names: names of the members from which the template reads the reasoning.
     """
 
     string: bool
@@ -30,9 +30,9 @@ class ContentForms(NamedTuple):
 
 
 def content_forms(template: nodes.Template) -> ContentForms:
-    """Return the forms that a parsed template reads.
+    """Return the forms of messages that a parsed template reads.
 
-    A template that loops over content also reads strings if it contains the test `is string`.
+    A template that loops over the content also reads strings if it contains the test `is string`.
     """
     messages = set(_loop_variables(template, _aliases(template, "messages")))
     loops = template.find_all(nodes.For)
@@ -49,7 +49,10 @@ def content_forms(template: nodes.Template) -> ContentForms:
 
 
 def _aliases(template: nodes.Template, name: str) -> set[str]:
-    """Return `name` and the variables assigned from it, directly or through filters or slices."""
+    """Return `name` and all variables that are assigned from it.
+
+    The assignment may apply filters or slices.
+    """
     found = {name}
     assignments = [
         (each.target.name, each.node)
@@ -71,7 +74,7 @@ def _loop_variables(template: nodes.Template, lists: set[str]) -> Iterator[str]:
 
 
 def _reads_content(node: nodes.Node, messages: set[str]) -> bool:
-    """Return whether an expression reads `content` of a variable in `messages` (their names)."""
+    """Return whether an expression reads `content` of a variable whose name is in `messages`."""
     match _unwrapped(node):
         case nodes.Getattr(node=owner, attr="content"):
             return _variable(owner) in messages
@@ -81,13 +84,16 @@ def _reads_content(node: nodes.Node, messages: set[str]) -> bool:
 
 
 def _variable(node: nodes.Node | None) -> str | None:
-    """Return the name of the variable that an expression reads, filtered or sliced."""
+    """Return the name of the variable that an expression reads, or None.
+
+    The expression may apply filters or slices to the variable.
+    """
     inner = _unwrapped(node)
     return inner.name if isinstance(inner, nodes.Name) else None
 
 
 def _unwrapped(node: nodes.Node | None) -> nodes.Node | None:
-    """Return an expression without filters, tests and slices."""
+    """Return the inner part of an expression, without filters, tests and slices."""
     while True:
         match node:
             case nodes.Filter(node=inner) | nodes.Test(node=inner):

@@ -1,4 +1,4 @@
-"""A tokenizer of text that continues another text."""
+"""Makes a tokenizer for text that continues another text."""
 
 import json
 from collections.abc import Mapping
@@ -10,16 +10,19 @@ NO_PREFIX: Mapping[str, Mapping[str, Any]] = {
     "Metaspace": {"prepend_scheme": "never"},
     "ByteLevel": {"add_prefix_space": False},
 }
-"""Fields of the steps that may add a space before a text."""
+"""Fields that keep the steps of a tokenizer from adding a space before a text."""
 
 
 def continuing(tokenizer: Tokenizer) -> Tokenizer:
-    """Return a tokenizer of text that is not at the start, and contains no control tokens."""
+    """Return a tokenizer for text that continues another text.
+
+    The tokenizer adds no space at the start, and reads no control tokens in the text.
+    """
     spec = json.loads(tokenizer.to_str())
     for part in ("normalizer", "pre_tokenizer"):
         spec[part] = _without_prefix(spec[part])
     for token in spec["added_tokens"]:
-        # Otherwise a token takes the spaces around it, or is not found beside letters.
+        # If these flags were set, a token would take the spaces around it or not be found in words.
         token.update(lstrip=False, rstrip=False, single_word=False)
     found = Tokenizer.from_str(json.dumps(spec))
     found.encode_special_tokens = True
@@ -27,7 +30,10 @@ def continuing(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def _without_prefix(step: Any) -> Any:
-    """Return a step of `tokenizer.json` that adds no space before a text; None: nothing is left."""
+    """Return a step of `tokenizer.json`, changed so that it adds no space before a text.
+
+    Return None if the step would have no effect.
+    """
     if step is None or step["type"] == "Prepend":
         return None
     if step["type"] == "Sequence":

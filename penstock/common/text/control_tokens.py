@@ -1,9 +1,9 @@
-"""Keeps the text of chat messages from being read as control tokens.
+"""Prevents the text of chat messages from being read as control tokens.
 
-A chat template writes control tokens, such as the start of a turn, into the prompt. If a message
-contains the text of a control token, tokenizing the whole prompt would let the message's author
-write turns of another role. Therefore such text is replaced by placeholder characters before the
-template is rendered, and is tokenized as ordinary text afterwards.
+A chat template writes control tokens, such as the start of a turn, into the prompt. A message may
+contain the text of a control token. If the prompt were tokenized as a whole, the author of the
+message could thus write turns of another role. Such text is therefore replaced by placeholder
+characters before the template is rendered. Afterwards it is tokenized as ordinary text.
 """
 
 import re
@@ -12,28 +12,29 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 _PRIVATE_USE = range(0xF0000, 0xFFFFE)
-"""Placeholder characters: private-use characters of Unicode (Supplementary Private Use Area-A)."""
+"""Placeholders are private-use characters of Unicode (Supplementary Private Use Area-A)."""
 
 
 class Segment(NamedTuple):
     """A part of a rendered prompt."""
 
     text: str
-    is_plain: bool  # what looks like a control token in `text` is ordinary text
+    # True if everything in `text` is ordinary text, even if it looks like a control token.
+    is_plain: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Masked:
-    """Messages whose control tokens were replaced, and the text of each placeholder."""
+    """Messages whose control tokens were replaced, and the original text of each placeholder."""
 
     messages: Sequence[Mapping[str, Any]]
-    placeholders: Mapping[str, str]  # by placeholder character
+    placeholders: Mapping[str, str]  # original text of each placeholder character
 
     def segments(self, prompt: str, control: "ControlTokens") -> Iterator[Segment]:
-        """Split a prompt rendered from `messages`, and put the replaced text back.
+        """Split a prompt that was rendered from `messages`, and put the original text back.
 
-        A plain segment extends to the template's control tokens on both sides, so that the text
-        of a message is tokenized in one piece.
+        A plain segment extends to the template's control tokens on both sides. The text of a
+        message is thus tokenized in one piece.
         """
         pieces = re.split(f"([{''.join(self.placeholders)}])", prompt)
         plain: list[str] = []
@@ -62,7 +63,7 @@ class ControlTokens:
     """The texts of a tokenizer's control tokens.
 
     Args:
-        texts: the texts; empty ones are ignored.
+        texts: the texts. Empty texts are ignored.
     """
 
     def __init__(self, texts: Iterable[str]) -> None:
@@ -71,13 +72,17 @@ class ControlTokens:
         self.pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     def occur_in(self, value: object) -> bool:
-        """Return whether a string of `value`, which may be nested, contains a control token."""
+        """Return whether any string in `value` contains the text of a control token.
+
+        Args:
+            value: a string, or nested lists and mappings of strings.
+        """
         return any(self.pattern.search(text) for text in _strings(value))
 
     def mask(self, messages: Sequence[Mapping[str, Any]]) -> Masked | None:
-        """Replace the control tokens in all strings of `messages`; return None if there are none.
+        """Replace the control tokens in all strings of `messages`. Return None if there are none.
 
-        Each control token becomes a character that occurs nowhere in `messages`.
+        Each control token is replaced by a character that occurs nowhere in `messages`.
         """
         strings = list(_strings(messages))
         found = {match.group() for text in strings for match in self.pattern.finditer(text)}

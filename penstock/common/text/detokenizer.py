@@ -1,6 +1,6 @@
-"""Incremental detokenization of one answer: turns token ids into text and finds stop strings.
+"""Turns the token ids of an answer into text as they arrive, and finds stop strings.
 
-The text depends only on the tokens, not on how the tokens are split into calls.
+The text depends only on the tokens, however they are split into calls.
 """
 
 import codecs
@@ -13,19 +13,20 @@ from penstock.common.text.token_bytes import TokenBytes
 
 UTF8 = codecs.getincrementaldecoder("utf-8")
 EMPTY = (b"", 0)
-"""State of a decoder that holds back no bytes."""
+"""State of a UTF-8 decoder that holds back no bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class StopOptions:
-    """Options for the text of an answer and for its end; names and defaults are vLLM's.
+    """Options for the text of an answer and for its end. Names and defaults are vLLM's.
 
     Attributes:
-        stop: stop strings; the answer ends where its text first contains a stop string.
-        include_stop_str_in_output: keep the matched stop string, or the stop token's text.
-        skip_special_tokens: leave special tokens out of the text.
-        min_tokens: stop strings are searched for only in the text from token number `min_tokens`
-            on, counted from 1.
+        stop: stop strings. The answer ends where its text first contains one of them.
+        include_stop_str_in_output: whether the text contains the matched stop string or the stop
+            token.
+        skip_special_tokens: whether special tokens are left out of the text.
+        min_tokens: number of the token, counted from 1, at which the search for stop strings
+            begins.
         shown_tokens: special tokens that the text contains even if others are left out.
     """
 
@@ -40,9 +41,9 @@ class TextDelta(NamedTuple):
     """New text of an answer.
 
     Attributes:
-        text: text to append to the text that earlier calls returned.
-        num_tokens: number of passed tokens that belong to the answer; less than all if a stop
-            string ended the answer before the last token.
+        text: text that continues the text which earlier calls returned.
+        num_tokens: number of the new tokens that belong to the answer. A stop string may end the
+            answer before the last of them.
         stop: the stop string that matched, or None.
     """
 
@@ -52,15 +53,15 @@ class TextDelta(NamedTuple):
 
 
 class IncrementalDetokenizer:
-    """Turns the tokens of one answer into text as they arrive and detects stop strings.
+    """Turns the tokens of one answer into text as they arrive, and detects stop strings.
 
-    Bytes of an incomplete UTF-8 character and text that may become a stop string are held back
-    until more tokens arrive. A leading space of the answer is kept, because the answer continues
-    the prompt. (Decoding the answer by itself would strip that space.)
+    Bytes of an incomplete UTF-8 character are held back until more tokens arrive. Text that may
+    become a stop string is held back as well. A leading space of the answer is kept, because the
+    answer continues the prompt. Decoding the answer by itself would strip the space.
 
     Args:
         token_bytes: the bytes of the model's tokens.
-        options: stop strings and what the text shows.
+        options: the stop strings, and which tokens the text shows.
     """
 
     __slots__ = (
@@ -82,20 +83,20 @@ class IncrementalDetokenizer:
         if options.shown_tokens:
             self._hidden -= options.shown_tokens
         self._utf8 = UTF8("replace")
-        self._holds_bytes = False  # `_utf8` holds back the start of a character
+        self._holds_bytes = False  # True while `_utf8` holds back the first bytes of a character
         self._matcher = StopMatcher(options.stop) if options.stop else None
         self._num_tokens = 0
 
     @property
     def finds_stops(self) -> bool:
-        """Whether there are stop strings to find."""
+        """True if the answer has stop strings."""
         return self._matcher is not None
 
     def feed_token(self, token: int) -> str:
         """Append one token and return the text that it adds.
 
-        Faster than `feed`. Use it only if there are no stop strings, and if the token does not end
-        the answer.
+        This method is faster than `feed`. Use it only if there are no stop strings and the token
+        does not end the answer.
         """
         if not self._holds_bytes and token not in self._hidden:
             whole = self._whole_texts[token]
@@ -106,11 +107,11 @@ class IncrementalDetokenizer:
         return text
 
     def feed(self, tokens: Sequence[int], ended: bool = False, stopped: bool = False) -> TextDelta:
-        """Append tokens to the answer and return the text they add.
+        """Append tokens to the answer and return the text that they add.
 
         Args:
             tokens: the next tokens of the answer.
-            ended: whether the last token ends the answer; held-back text is then returned.
+            ended: whether the last token ends the answer. Held-back text is then returned.
             stopped: whether the last token is a stop token. The text of a stop token is left out
                 unless `include_stop_str_in_output` is set.
         """
@@ -150,7 +151,7 @@ class IncrementalDetokenizer:
         return TextDelta(safe[:end], count, matched.stop)
 
     def _flush(self, matcher: StopMatcher, text: str, count: int) -> TextDelta:
-        """Return the held-back text at the end of the answer, cut at a stop string if any."""
+        """Return the held-back text at the end of the answer. A stop string may cut it short."""
         last = self._match(matcher, self._utf8.decode(b"", True), count)
         return TextDelta(text + last.text + matcher.rest(), count, last.stop)
 

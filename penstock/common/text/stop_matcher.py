@@ -1,4 +1,4 @@
-"""Incremental matching of stop strings over growing text.
+"""Finds stop strings in a text that grows.
 
 Each stop string has a Knuth-Morris-Pratt automaton. The state of the automaton is the length of the
 longest prefix of the stop string that is a suffix of the text. Text that may still become a match
@@ -23,7 +23,7 @@ class Pattern:
 
     Attributes:
         text: the stop string.
-        held: length of the longest prefix of the stop string that is a suffix of the text.
+        held: length of the longest prefix of the stop string that is a suffix of the text so far.
     """
 
     __slots__ = ("_borders", "held", "text")
@@ -34,7 +34,7 @@ class Pattern:
         self._borders = _borders(text)
 
     def feed(self, text: str) -> int | None:
-        """Advance over `text`; return the end offset in `text` of the first match, or None."""
+        """Advance over `text`. Return the offset in `text` at which a match ends, or None."""
         pattern, borders, held = self.text, self._borders, self.held
         for offset, char in enumerate(text):
             while held and pattern[held] != char:
@@ -50,7 +50,8 @@ class Pattern:
 def _borders(pattern: str) -> list[int]:
     """Return, for each prefix of `pattern`, the length of its longest proper border.
 
-    A border is a prefix that is also a suffix (the failure function of Knuth, Morris and Pratt).
+    A border of a text is a prefix of it that is also a suffix. The result is the failure function
+    of Knuth, Morris and Pratt.
     """
     borders = [0] * len(pattern)
     length = 0
@@ -64,9 +65,10 @@ def _borders(pattern: str) -> list[int]:
 
 
 class StopMatcher:
-    """Finds the stop string that ends first in a text; if several end there, the longest one.
+    """Finds the stop string that ends first in a text.
 
-    The result depends only on the text, not on how the text is split into calls.
+    If several stop strings end at the same place, the longest one is found. The result depends only
+    on the text, however it is split into calls.
 
     Args:
         stops: the stop strings, each with at least one character.
@@ -77,10 +79,10 @@ class StopMatcher:
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, Matched | None]:
-        """Append text; return the text that can be shown now, and None.
+        """Append text. Return the text that can be shown now, and the match or None.
 
-        If a stop string matches, return the held-back text plus `text`, and the match. The offsets
-        of the match refer to the returned text.
+        If a stop string matches, the returned text is the held-back text plus `text`. The offsets
+        of the match refer to it.
         """
         before = len(self._held)
         whole = self._held + text
@@ -100,6 +102,9 @@ class StopMatcher:
         return whole[: len(whole) - keep], None
 
     def rest(self) -> str:
-        """Return and clear the held-back text; for use when an answer has ended without a match."""
+        """Return the held-back text and clear it.
+
+        Call this when an answer has ended without a match.
+        """
         held, self._held = self._held, ""
         return held

@@ -1,8 +1,9 @@
-"""The messages of a conversation in the form that a chat template reads.
+"""The messages of a conversation, in the form that a chat template reads.
 
-A message is a mapping in OpenAI's form. It has a role and a content (a string, a list of text
-parts, or None), and may have `name`, `tool_calls`, `tool_call_id` and `reasoning_content`.
-Templates are written for transformers, whose messages differ: see `with_form`.
+A message is a mapping in OpenAI's form. It has a role and a content. The content is a string, a
+list of text parts, or None. A message may also have `name`, `tool_calls`, `tool_call_id` and
+`reasoning_content`. Templates are written for transformers, whose messages have a different form
+(see `with_form`).
 """
 
 import json
@@ -13,7 +14,7 @@ from penstock.common.text.content_forms import ContentForms
 
 
 def to_json(value: object, ensure_ascii: bool = False, indent: int | None = None) -> str:
-    """Return a value as JSON (the filter `tojson` of chat templates)."""
+    """Return a value as JSON. Chat templates call this function as the filter `tojson`."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
 
 
@@ -36,11 +37,11 @@ class Arguments(dict[str, Any]):
 def with_read_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a message in which the arguments of tool calls are mappings instead of JSON texts.
 
-    Arguments that are not a JSON object, for example of an interrupted answer, stay a text. An
+    Arguments that are not a JSON object stay a text, for example those of an interrupted answer. An
     empty text becomes an empty mapping.
 
-    Replace control tokens in the message after this call, not before: JSON can encode their
-    characters as escape sequences.
+    Call this before control tokens in the message are replaced, because a JSON text may contain a
+    control token as escape sequences.
     """
     calls = message.get("tool_calls")
     if not calls:
@@ -51,12 +52,11 @@ def with_read_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
 def with_form(message: Mapping[str, Any], forms: ContentForms) -> Mapping[str, Any]:
     """Return a message in the form that a template with these `forms` reads.
 
-    - If the template reads only lists of content parts, a string becomes a list of one part. If
-      it reads only strings, the parts are joined by line breaks, as in vLLM.
-    - The content None of a message with tool calls becomes an empty string, unless the template
-      tests for None.
-    - Arguments of tool calls are `Arguments`.
-    - Reasoning has all the names by which the template reads it.
+    - If the template reads only lists of content parts, a string becomes a list of one part.
+    - If the template reads only strings, the content parts are joined by line breaks, as in vLLM.
+    - The content None becomes an empty string, unless the template tests for None.
+    - The arguments of tool calls become `Arguments`.
+    - The reasoning gets all the names by which the template reads it.
     """
     content = message.get("content")
     if isinstance(content, str) and not forms.string:

@@ -1,7 +1,7 @@
 """Computes the bytes of each token from the decoder in tokenizer.json.
 
-Detokenization then concatenates the bytes of tokens and decodes UTF-8, with one table lookup per
-token. The text does not depend on how the tokens are split into messages.
+Detokenization then needs only one table lookup per token. It concatenates the bytes of the tokens
+and decodes them as UTF-8. The text does not depend on how the tokens are split into messages.
 """
 
 import json
@@ -13,13 +13,13 @@ from typing import Any, TypeAlias
 from tokenizers import Tokenizer
 
 Step: TypeAlias = Callable[[bytes], bytes]
-"""One step of a decoder: maps the bytes of one token to bytes."""
+"""One step of a decoder. It maps the bytes of one token to bytes."""
 
 BYTE_TOKEN = re.compile(rb"<0x([0-9A-Fa-f]{2})>")
 
 
 class UnsupportedTokenizer(ValueError):
-    """The tokenizer is missing, broken or of an unsupported kind; the message gives the reason."""
+    """The tokenizer is missing, broken or of an unsupported kind. The message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +27,9 @@ class TokenDecoder:
     """A decoder of tokenizer.json: steps for each token, and rules for the start of a text.
 
     Attributes:
-        steps: applied to the bytes of each token, in order.
-        strip: number of leading spaces removed from a whole text.
-        first_token_marker: bytes that are removed wherever they occur in a text's first token.
+        steps: functions that are applied to the bytes of each token, in this order.
+        strip: number of leading spaces that are removed from a whole text.
+        first_token_marker: bytes that are removed wherever they occur in the first token of a text.
     """
 
     steps: tuple[Step, ...]
@@ -40,7 +40,8 @@ class TokenDecoder:
 def byte_alphabet() -> dict[str, int]:
     """Return a dict that maps each character of byte-level BPE to its byte.
 
-    A printable Latin-1 byte has its own character; other bytes have characters from U+0100 on.
+    A printable byte of Latin-1 stands for its own character. The other bytes have the characters
+    from U+0100 on.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in set(printable)]
@@ -50,20 +51,23 @@ def byte_alphabet() -> dict[str, int]:
 
 
 def byte_level() -> Step:
-    """Return the step of a ByteLevel decoder; the step keeps tokens outside the byte alphabet."""
+    """Return the step of a ByteLevel decoder.
+
+    The step does not change tokens with characters outside the byte alphabet.
+    """
     alphabet = byte_alphabet()
 
     def step(piece: bytes) -> bytes:
         try:
             return bytes(alphabet[char] for char in piece.decode())
-        except KeyError:  # an added token, stored as plain text
+        except KeyError:  # added tokens are stored as plain text
             return piece
 
     return step
 
 
 def byte_fallback(piece: bytes) -> bytes:
-    """Decode a token of the form `<0xE6>` to its byte; return other tokens unchanged."""
+    """Decode a token of the form `<0xE6>` to its byte. Return other tokens unchanged."""
     match = BYTE_TOKEN.fullmatch(piece)
     return bytes([int(match[1], 16)]) if match else piece
 
@@ -112,9 +116,9 @@ def _step(decoder: dict[str, Any]) -> Step:
 
 
 class _WholeTexts(dict[int, str | None]):
-    """The text of each token that is valid UTF-8 by itself, None for other tokens.
+    """The text of each token that is valid UTF-8 by itself, and None for other tokens.
 
-    A dict that computes missing texts, because a lookup takes less time than a call.
+    The class is a dict that computes missing texts, because a lookup takes less time than a call.
 
     Args:
         bytes_of: returns the bytes of a token.
@@ -153,14 +157,17 @@ class TokenBytes:
         self.whole_texts = _WholeTexts(self.bytes_of)
 
     def bytes_of(self, token: int) -> bytes:
-        """Return the bytes of a token that is not a text's first token; b"" for an unknown id."""
+        """Return the bytes of a token that is not the first token of a text.
+
+        Return b"" for an unknown token id.
+        """
         piece = self._known.get(token)
         if piece is None:
             piece = self._known[token] = self._run(self._token_bytes(token))
         return piece
 
     def text_of(self, token: int) -> str:
-        """Return a single token as a string, as shown next to the token's logprob."""
+        """Return a single token as a string, as responses show it next to its log probability."""
         return self.bytes_of(token).decode(errors="replace")
 
     def decode(self, tokens: Iterable[int], skip_special_tokens: bool = True) -> str:
@@ -175,8 +182,8 @@ class TokenBytes:
     ) -> list[bytes]:
         """Return the bytes of each token that has text, as input of `join`.
 
-        A long sequence may be passed in several calls. Set `is_start` to False as soon as an
-        earlier call has returned a piece.
+        A long sequence may be passed in several calls. Set `is_start` to False once a call has
+        returned a piece.
         """
         shown = [token for token in tokens if not (skip_special_tokens and token in self.special)]
         shown = [token for token in shown if self._tokenizer.id_to_token(token) is not None]

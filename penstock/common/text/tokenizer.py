@@ -1,4 +1,4 @@
-"""A model's tokenizer with its chat template and detokenizer."""
+"""The tokenizer of a model, with its chat template and its detokenizer."""
 
 import json
 from collections.abc import Sequence
@@ -16,22 +16,23 @@ from penstock.common.text.token_bytes import TokenBytes, UnsupportedTokenizer
 
 
 class ModelTokenizer:
-    """Tokenizer and detokenizer of one model; threads may use it at the same time.
+    """The tokenizer and the detokenizer of one model. Thread-safe.
 
     Args:
-        folder: a checkpoint folder with tokenizer.json and, for chats, tokenizer_config.json or
-            chat_template.jinja; or a GGUF file.
+        folder: a GGUF file, or a checkpoint folder with tokenizer.json. For chats, the folder also
+            has tokenizer_config.json or chat_template.jinja.
         chat_template: text of a chat template that replaces the model's own.
 
     Raises:
         UnsupportedTokenizer: a file is missing, broken or of an unsupported kind.
-        BadCheckpoint, UnsupportedModel: the GGUF file cannot be served.
+        BadCheckpoint: the GGUF file is invalid.
+        UnsupportedModel: the GGUF file is not supported.
 
     Attributes:
         tokenizer: the tokenizer of the `tokenizers` library, without padding and truncation.
         token_bytes: the bytes of each token.
-        vocab_size: number of tokens, added tokens included.
-        longest_token: characters of the longest token in the vocabulary.
+        vocab_size: number of tokens, with the added tokens.
+        longest_token: number of characters of the longest token in the vocabulary.
         chat_template: the source of the chat template, or None if the model has none.
     """
 
@@ -57,17 +58,18 @@ class ModelTokenizer:
         return tokens
 
     def encode_without_control(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of `text`; encode the text of control tokens as ordinary text."""
+        """Return the token ids of `text`, encoding the text of control tokens as ordinary text."""
         if not self._control.occur_in(text):
             return self.encode(text, add_special_tokens)
         (tokens,) = _encode_all(self._plain_tokenizer(), [text], add_special_tokens)
         return tokens
 
     def encode_bad_words(self, words: Sequence[str]) -> list[list[int]]:
-        """Return one or two token sequences per word: at the start of a text, and after a space.
+        """Return one or two token sequences for each word.
 
-        As in vLLM, the second sequence is included only if both sequences have the same length and
-        different first tokens. The second sequence is then the word's form inside a sentence.
+        The first sequence is the word at the start of a text, the second is the word after a space.
+        As in vLLM, the second sequence is included only if both have the same length and different
+        first tokens. In this case, it is the form that the word has inside a sentence.
         """
         texts = [lead + word.lstrip() for word in words for lead in ("", " ")]
         encoded = _encode_all(self.tokenizer, texts, False)
@@ -81,15 +83,19 @@ class ModelTokenizer:
     def has_control_tokens(self, value: object) -> bool:
         """Return whether a string of `value` contains the text of a control token.
 
-        The first time that such a text is encoded, a second tokenizer is created, which is slow.
+        When such a text is encoded for the first time, a second tokenizer is created, which is
+        slow.
 
         Args:
-            value: a string, or lists and mappings of values.
+            value: a string, or nested lists and mappings of strings.
         """
         return self._control.occur_in(value)
 
     def encode_segments(self, segments: Sequence[Segment]) -> list[int]:
-        """Return the token ids of a rendered chat; no BOS is added, because templates write one."""
+        """Return the token ids of a rendered chat.
+
+        No BOS is added, because the chat template writes one.
+        """
         tokens: list[int] = []
         for text, is_plain in segments:
             tokenizer = self._plain_tokenizer() if is_plain else self.tokenizer
@@ -102,7 +108,8 @@ class ModelTokenizer:
         if self._plain is None:
             plain = Tokenizer.from_str(self.tokenizer.to_str())
             plain.encode_special_tokens = True
-            self._plain = plain  # assign last: other threads may use it at once
+            # Assign the attribute last, because other threads may use the tokenizer at once.
+            self._plain = plain
         return self._plain
 
     def detokenizer(self, options: StopOptions) -> IncrementalDetokenizer:
@@ -138,7 +145,7 @@ def _read_template(
     else:
         config = _read_config(folder / "tokenizer_config.json")
     source = config.get("chat_template")
-    if isinstance(source, list):  # a list of named templates
+    if isinstance(source, list):  # the entry may also be a list of named templates
         source = _default_template(source)
     beside = folder / "chat_template.jinja"
     if given is not None:
@@ -162,7 +169,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _default_template(named: list[Any]) -> object:
-    """Return the template that is named `default`; None if there is none."""
+    """Return the template with the name `default`, or None if there is none."""
     for entry in named:
         if isinstance(entry, dict) and entry.get("name") == "default":
             return entry.get("template")
