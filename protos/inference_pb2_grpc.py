@@ -72,7 +72,7 @@ class InferenceServicer:
     """
 
     def Generate(self, request, context):
-        """Streams tokens as they are generated: each position of each choice exactly once, in order.
+        """Streams the tokens of all choices as they are generated. Each token is sent exactly once, and in order.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -107,8 +107,9 @@ class InferenceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Explain(self, request, context):
-        """Returns why a recent request of the caller's API key ran where it did, from whichever router served it; an
-        operator's key finds the requests of all keys. NOT_FOUND if no router knows the request (any longer).
+        """Returns where a recent request of the caller's API key ran, for which reasons, and where its time went. Any router
+        finds the router that served the request. An operator's key finds the requests of all keys. The call fails with
+        NOT_FOUND if no router knows the request, for example because it is too old.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

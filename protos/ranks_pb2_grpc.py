@@ -59,7 +59,7 @@ class RendezvousServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Get(self, request, context):
-        """Returns the entry of a key. Waits for the key for a limited time; then fails with NOT_FOUND.
+        """Returns the entry of a key. If the key is not set within a limited time, the call fails with NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

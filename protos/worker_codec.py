@@ -1,6 +1,7 @@
-"""Conversion between records of `penstock.common` and messages of worker.proto.
+"""Converts records of `penstock.common` to messages of worker.proto and back.
 
-Routers and workers both use this module. Decoding does not validate the values; the receiver must.
+Routers and workers both use this module. Decoding does not validate the values, so the receiver of
+a message must validate them.
 """
 
 from typing import Any
@@ -20,7 +21,7 @@ _EARLY_STOPPING_VALUES = {number: value for value, number in EARLY_STOPPING.item
 
 
 def encode_sampling_params(params: SamplingParams) -> pb.SamplingParams:
-    """Encode resolved parameters as a message; see `SamplingParams.for_worker`."""
+    """Encode the parameters that `SamplingParams.for_worker` returned as a message."""
     beams = None
     if params.use_beam_search:
         beams = pb.BeamSearch(
@@ -114,7 +115,10 @@ UINT32_MAX = (1 << 32) - 1
 
 
 def encode_worker_load(load: WorkerLoad) -> pb.Load:
-    """Encode a `WorkerLoad` as a message; the last step time is rounded down to microseconds."""
+    """Encode a `WorkerLoad` as a message.
+
+    The duration of the last step is rounded down to microseconds.
+    """
     return pb.Load(
         queued=load.queued,
         queued_tokens=load.queued_tokens,
@@ -141,7 +145,7 @@ def encode_worker_load(load: WorkerLoad) -> pb.Load:
 
 def decode_worker_load(message: pb.Load) -> WorkerLoad:
     """Decode a `Load` message into a `WorkerLoad`."""
-    # Positional arguments in field order: keyword arguments take 1.5 times as long.
+    # The arguments are positional, because keyword arguments would take 1.5 times as long.
     return WorkerLoad(
         message.queued,
         message.queued_tokens,

@@ -1,4 +1,4 @@
-"""Authorization of gRPC calls before any of their messages is read."""
+"""Checks the authorization of gRPC calls before any of their messages is read."""
 
 import hmac
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -13,14 +13,14 @@ from penstock.protos.serving.call_error import CallError, abort
 CallMetadata: TypeAlias = Sequence[tuple[str, str | bytes]] | None
 
 Authorize: TypeAlias = Callable[[str, CallMetadata], None]
-"""Checks a call, given its method and metadata; raises CallError to refuse the call."""
+"""Checks a call, given its method and its metadata. Raises CallError to refuse the call."""
 
 HEALTH_PATH = f"/{health.SERVICE_NAME}/"
-"""Start of the methods that every client may call."""
+"""Prefix of the names of the methods that every client may call."""
 
 
 def authorization_of(metadata: CallMetadata) -> str | None:
-    """Return the value of the call's `authorization` header; None if it has none."""
+    """Return the value of a call's `authorization` header, or None if the call has none."""
     for name, value in metadata or ():
         if name == "authorization" and isinstance(value, str):
             return value
@@ -28,10 +28,15 @@ def authorization_of(metadata: CallMetadata) -> str | None:
 
 
 def check_secret(metadata: CallMetadata, secret: str | None, refusal: str) -> None:
-    """Refuse a call without the right secret; if `secret` is None, allow every call.
+    """Refuse a call that does not carry the right secret.
+
+    Args:
+        metadata: the metadata of the call.
+        secret: the secret. If it is None, every call is allowed.
+        refusal: text of the error for a refused call.
 
     Raises:
-        CallError: UNAUTHENTICATED, with the text `refusal`.
+        CallError: UNAUTHENTICATED. The call is refused.
     """
     shown = authorization_of(metadata) or ""
     if secret is not None and not hmac.compare_digest(
@@ -41,9 +46,9 @@ def check_secret(metadata: CallMetadata, secret: str | None, refusal: str) -> No
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Ends the calls that `authorize` refuses; health checks are always allowed.
+    """Ends the calls that `authorize` refuses. Health checks are always allowed.
 
-    A refused call has a handler that reads no messages.
+    A refused call gets a handler that reads no messages.
     """
 
     def __init__(self, authorize: Authorize) -> None:
@@ -64,7 +69,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
 
 class ThreadedAuthInterceptor(grpc.ServerInterceptor):  # type: ignore[misc]
-    """Version of `AuthInterceptor` for a threaded server; such a server has no health checks."""
+    """Variant of `AuthInterceptor` for a server with threads, which has no health checks."""
 
     def __init__(self, authorize: Authorize) -> None:
         self._authorize = authorize

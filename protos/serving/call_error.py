@@ -18,9 +18,9 @@ class CallError(Exception):
     """Raised to end a call with a status.
 
     Args:
-        code: the status.
-        details: one line for the client.
-        metadata: trailing metadata.
+        code: the status code.
+        details: one line of text for the client.
+        metadata: trailing metadata of the call.
     """
 
     def __init__(self, code: grpc.StatusCode, details: str, metadata: Metadata = ()) -> None:
@@ -31,7 +31,7 @@ class CallError(Exception):
 
 
 def retry_metadata(seconds: float) -> Metadata:
-    """Return trailing metadata that asks the client to retry after some seconds."""
+    """Return trailing metadata which says that the client should retry after some seconds."""
     return (
         ("grpc-retry-pushback-ms", str(round(seconds * 1000))),
         ("retry-after", str(max(1, math.ceil(seconds)))),
@@ -39,7 +39,10 @@ def retry_metadata(seconds: float) -> Metadata:
 
 
 def to_call_error(error: Exception) -> CallError:
-    """Return the status for an exception of a method; log an exception that is a bug."""
+    """Return the status for an exception that a method has raised.
+
+    An exception that shows a bug is also logged.
+    """
     if isinstance(error, CallError):
         return error
     log.error("gRPC call failed", exc_info=error)
@@ -47,10 +50,10 @@ def to_call_error(error: Exception) -> CallError:
 
 
 async def abort(context: grpc.aio.ServicerContext, error: CallError) -> NoReturn:
-    """End the call with an error.
+    """End a call with an error.
 
-    If the client has disconnected, gRPC may not know this yet. It would then log its own
-    InternalError. This function cancels the call instead: gRPC does not log cancelled calls.
+    If the client has disconnected, gRPC raises an InternalError and would log it. The call is
+    cancelled in this case, because gRPC does not log cancelled calls.
     """
     try:
         await context.abort(error.code, error.details, error.metadata)

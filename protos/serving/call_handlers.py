@@ -1,4 +1,4 @@
-"""Handlers of gRPC calls: malformed messages, missing first messages and errors get a status."""
+"""Handlers of gRPC calls. They end calls with malformed messages or other errors with a status."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -13,14 +13,15 @@ from penstock.protos.serving.call_error import CallError, abort, to_call_error
 Context: TypeAlias = grpc.aio.ServicerContext
 
 Inspect: TypeAlias = Callable[[type[Message], bytes, Context], Awaitable[bytes]]
-"""Checks a serialized message before it is parsed; returns the message to parse in its place."""
+"""Checks a serialized message before it is parsed. Returns the message to parse in its place."""
 
 
 class CallHandlers:
     """Builds the handlers of gRPC methods.
 
-    All handlers are registered as handlers of request streams, even for methods with a single
-    request, because gRPC's own handlers of single requests wait for the request without a limit.
+    All handlers are registered for streams of requests, even if the method has a single request.
+    The reason is that gRPC's own handlers of single requests wait for the request without a time
+    limit.
 
     Args:
         receive_seconds: time limit for each request message of a call.
@@ -42,9 +43,11 @@ class CallHandlers:
     def unary(
         self, kind: type[Message], method: Callable[[Any, Context], Awaitable[Message | bytes]]
     ) -> grpc.RpcMethodHandler:
-        """Return the handler of a method with one request, of type `kind`, and one reply.
+        """Return the handler of a method with one request and one reply.
 
-        The reply may already be serialized.
+        Args:
+            kind: type of the request.
+            method: computes the reply, as a message or as serialized bytes.
         """
 
         async def reply(requests: AsyncIterator[bytes], context: Context) -> Message | bytes:
@@ -58,7 +61,7 @@ class CallHandlers:
     def streaming(
         self, kind: type[Message], method: Callable[[Any, Context], Awaitable[None]]
     ) -> grpc.RpcMethodHandler:
-        """Return the handler of a method with one request; `method` writes the replies."""
+        """Return the handler of a method with one request, whose replies `method` writes."""
 
         async def stream(requests: AsyncIterator[bytes], context: Context) -> None:
             try:
@@ -101,7 +104,7 @@ class CallHandlers:
     async def _next(
         self, kind: type[Message], incoming: AsyncIterator[bytes], context: Context
     ) -> Message | None:
-        """Return the next message; None if the client has sent all."""
+        """Return the next message, or None if the client has sent all messages."""
         try:
             async with asyncio.timeout(self._receive_seconds):
                 data = await anext(incoming)
@@ -117,9 +120,9 @@ class CallHandlers:
         return _parse(kind, data)
 
     async def _end(self, context: Context, error: Exception) -> NoReturn:
-        """End the call with the status that corresponds to an exception.
+        """End a call with the status that corresponds to an exception.
 
-        An InternalError means that the client has disconnected: see `abort`.
+        An InternalError means that the client has disconnected (see `abort`).
         """
         if isinstance(error, grpc.aio.AbortError):
             raise error

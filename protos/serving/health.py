@@ -12,10 +12,12 @@ _RETRY_SECONDS = 10.0
 
 
 class HealthService(health.aio.HealthServicer):  # type: ignore[misc]
-    """The health service; every client may call it, so open `Watch` calls are bounded per address.
+    """The health service, which every client may call without authorization.
+
+    The number of open `Watch` calls of each client address is therefore limited.
 
     Args:
-        max_watches: open `Watch` calls per client address.
+        max_watches: largest number of open `Watch` calls of one client address.
     """
 
     def __init__(self, max_watches: int) -> None:
@@ -24,12 +26,12 @@ class HealthService(health.aio.HealthServicer):  # type: ignore[misc]
         self._watches: Counter[str] = Counter()
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:
-        """Send the status of a service at each change, until the client cancels."""
-        address = context.peer().rpartition(":")[0]  # without the port
+        """Send the status of a service at each change, until the client cancels the call."""
+        address = context.peer().rpartition(":")[0]  # the address of the client, without the port
         if self._watches[address] >= self._max_watches:
             raise CallError(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"{self._max_watches} Watch calls are open: cancel one",
+                f"this client has {self._max_watches} open Watch calls, the maximum: cancel one",
                 retry_metadata(_RETRY_SECONDS),
             )
         self._watches[address] += 1

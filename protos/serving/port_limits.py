@@ -2,25 +2,29 @@
 
 from dataclasses import dataclass
 
-_OPTION_MAX = 2**31 - 1  # gRPC's options are 32-bit integers
+_OPTION_MAX = 2**31 - 1  # the options of gRPC are 32-bit integers
 
 
 @dataclass(frozen=True, slots=True)
 class PortLimits:
-    """Limits on the clients of one port; they also apply to calls that are not yet authorized.
+    """Limits on the clients of one port. They also apply to calls that are not authorized yet.
 
-    A connection that exceeds a limit is closed; other connections are not affected.
+    A connection that exceeds a limit is closed. Other connections are not affected.
     """
 
     max_message_bytes: int
-    max_metadata_bytes: int  # metadata of one call
+    max_metadata_bytes: int  # largest size of the metadata of one call
     max_connections: int
-    max_connections_per_address: int  # enforced by a `ConnectionGuard`; 0: no bound
-    max_calls: int  # open calls of one connection
-    handshake_seconds: float  # for the first HTTP/2 frames of a connection
-    idle_seconds: float  # a connection without calls for this long is closed
-    age_seconds: float | None = None  # an older connection is asked to reconnect; None: never
-    age_grace_seconds: float = 0.0  # time that open calls then have to end
+    # Largest number of connections of one address, or 0 for no limit. A `ConnectionGuard` closes
+    # the connections beyond this number.
+    max_connections_per_address: int
+    max_calls: int  # largest number of open calls of one connection
+    handshake_seconds: float  # time limit for the first HTTP/2 frames of a connection
+    idle_seconds: float  # a connection that has had no calls for this long is closed
+    # Age at which a connection must be replaced by a new one, or None for no limit.
+    age_seconds: float | None = None
+    # Seconds that open calls have to end on a connection that is too old.
+    age_grace_seconds: float = 0.0
 
 
 def server_options(limits: PortLimits) -> list[tuple[str, int]]:
@@ -33,10 +37,10 @@ def server_options(limits: PortLimits) -> list[tuple[str, int]]:
         ("grpc.max_concurrent_streams", limits.max_calls),
         ("grpc.server_handshake_timeout_ms", _milliseconds(limits.handshake_seconds)),
         ("grpc.max_connection_idle_ms", _milliseconds(limits.idle_seconds)),
-        # A client may ping every 10 s; its third early ping closes the connection.
+        # A client may ping every 10 s. Its third early ping closes the connection.
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
         ("grpc.http2.max_ping_strikes", 2),
-        # Ping clients that are silent, so that connections of lost machines end.
+        # Silent clients are pinged, so that connections of lost machines end.
         ("grpc.keepalive_time_ms", 60_000),
         ("grpc.keepalive_timeout_ms", 20_000),
     ]
