@@ -1,7 +1,8 @@
 """The chat format of the demo models, as Jinja templates and as a Python function.
 
-A conversation with tools starts with a system turn that lists them, one per line. The model writes
-calls as Hermes and Qwen do; the result of a call is a turn of the user that starts with `RESULT`:
+A conversation with tools starts with a system turn that lists the tools, one per line. The model
+writes tool calls in the format of Hermes and Qwen. The result of a call is a user turn that starts
+with `RESULT`:
 
     <|begin|><|system|>Tools:
     lookup(key: string): Returns the entry of a key.<|end|>
@@ -10,7 +11,7 @@ calls as Hermes and Qwen do; the result of a call is a turn of the user that sta
     <|user|>Result: red<|end|>
     <|assistant|>The entry of "K7X2" is red.<|end|>
 
-(The line breaks after `<|end|>` are not part of the format.)
+The line breaks after `<|end|>` are not part of the format.
 """
 
 from __future__ import annotations
@@ -28,8 +29,7 @@ SYSTEM = "<|system|>"
 USER = "<|user|>"
 ASSISTANT = "<|assistant|>"
 SPECIAL_TOKENS = (PAD, BEGIN, END, SYSTEM, USER, ASSISTANT)
-# The trailing space gives the first word of a result the same tokens as this word has within an
-# answer.
+# Because of the final space, the first word of a result has the same tokens as in an answer.
 RESULT = "Result: "
 
 TEMPLATE = (
@@ -85,7 +85,10 @@ def render(
     *,
     add_generation_prompt: bool = False,
 ) -> str:
-    """Render a conversation as the model's input text; equals the output of `TOOL_TEMPLATE`."""
+    """Render a conversation as the model's input text.
+
+    The result equals the output of `TOOL_TEMPLATE`.
+    """
     shown = list(messages)
     text = BEGIN
     if tools:

@@ -15,7 +15,7 @@ _IDS = {token: number for number, token in enumerate(SPECIAL_TOKENS)}
 
 
 def save(model: Llama, folder: Path) -> None:
-    """Write config.json, generation_config.json and model.safetensors (fp32)."""
+    """Write config.json, generation_config.json and model.safetensors (fp32) of a model."""
     folder.mkdir(parents=True, exist_ok=True)
     ids: dict[str, object] = {
         "bos_token_id": _IDS[BEGIN],
@@ -29,13 +29,13 @@ def save(model: Llama, folder: Path) -> None:
     }
     partial = folder / "model.safetensors.partial"
     save_file(weights, partial, metadata={"format": "pt"})
-    # Atomic rename: a reader never sees a partial file.
+    # The rename is atomic, so a reader never sees a partial file.
     partial.chmod(0o644)
     partial.rename(folder / "model.safetensors")
 
 
 def load(folder: Path) -> Llama:
-    """Load the model from a folder that `save` wrote."""
+    """Load the model from a folder that `save` has written."""
     config = json.loads((folder / "config.json").read_text())
     shape = LlamaShape(**{field.name: config[field.name] for field in fields(LlamaShape)})
     model = Llama(shape)

@@ -1,6 +1,6 @@
-"""Weights of the question families in a later training course.
+"""Computes the weights of the question families in a later training course.
 
-A family gets more weight the more of its questions the model still answers wrongly.
+A family gets more weight if the model still answers many of its questions wrongly.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from training.evaluate import Answer, score
 from training.tasks import FAMILIES
 
 _NUM_QUESTIONS = 48
-# A family without wrong answers keeps half of its weight. With only a fifth of their weight,
-# stories and products were forgotten by the models.
+# A family without wrong answers keeps half of its weight.
+# With only a fifth of their weight, the models forgot stories and products.
 _KEPT, _ADDED = 0.5, 2.0
 
 
 def review_weights(answer: Answer | None) -> dict[str, float]:
     """Return the weight of each question family, raised by its fraction of wrong answers.
 
-    Families with tools are left out: they have a course of their own.
-    The questions are training questions, so held-out questions do not influence training. Only rank
-    0 has an `answer`; the other ranks receive the weights through an all-reduce.
+    Families with tools are left out, because they have a course of their own. The questions are
+    training questions, so held-out questions do not influence training. Only rank 0 has an
+    `answer`. The other ranks receive the weights through an all-reduce.
     """
     families = [family for family in FAMILIES.values() if not family.tools]
     weights = torch.zeros(len(families))

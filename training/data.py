@@ -1,4 +1,4 @@
-"""Makes training batches: packs generated conversations into rows of tokens."""
+"""Makes training batches by packing generated conversations into rows of tokens."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from training import chat, ddp
 from training.tasks import FAMILIES, Example, Message, Task
 from training.tasks.tools import FORCED_STARTS, training_conversation
 
-# Tokens of user messages also count in the loss, with a small weight: predicting them trains
-# features that answers need. Only a random part of these tokens is used; no logits are computed for
-# the rest.
+# The tokens of user messages have a small weight in the loss.
+# Predicting these tokens trains features that answers need.
+# Only a random part of the tokens of user messages is used, to save the logits of the others.
 PROMPT_WEIGHT = 0.25
 _PROMPT_FRACTION = 0.25
 _FULL_LENGTH = 16
@@ -36,19 +36,21 @@ _SYSTEM = (
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A batch of rows, each filled with conversations one after another."""
+    """A batch of rows. Each row is filled with conversations one after another."""
 
-    tokens: Tensor  # int64 [rows, length]
-    targets: Tensor  # int64 [rows, length]: the token after each of `tokens`
-    weights: Tensor  # float32 [rows, length]: weight of each target in the loss
-    mask: Tensor  # bool [rows, 1, length, length]: causal attention within each conversation
+    tokens: Tensor  # token ids, int64 [rows, length]
+    targets: Tensor  # the token after each of `tokens`, int64 [rows, length]
+    weights: Tensor  # weight of each target in the loss, float32 [rows, length]
+    mask: Tensor  # causal attention within each conversation, bool [rows, 1, length, length]
 
 
 class BatchMaker:
     """Makes random conversations from training questions and packs them into rows of tokens.
 
     Args:
-        weights: weight of each family by its name; replaces `Task.weight`.
+        tokenizer: the tokenizer of the model.
+        seed: text that determines the random conversations of each rank.
+        weights: weight of each family, by its name. It replaces `Task.weight`.
         tools: fraction of the short conversations that offer tools.
     """
 
@@ -72,15 +74,15 @@ class BatchMaker:
         self._end = _id(tokenizer, chat.END)
 
     def short(self, rows: int, length: int) -> Batch:
-        """Return a batch: each row holds several conversations of one or a few turns."""
+        """Return a batch whose rows hold several conversations of one or a few turns."""
         return self._batch([self._row(length, long=False) for _ in range(rows)])
 
     def long(self, rows: int, length: int) -> Batch:
-        """Return a batch: each row starts with a long prompt or a conversation of many turns."""
+        """Return a batch whose rows start with a long prompt or a conversation of many turns."""
         return self._batch([self._row(length, long=True) for _ in range(rows)])
 
     def _row(self, length: int, *, long: bool) -> list[list[int]]:
-        """Return the token ids of each conversation of one row, `length + 1` tokens in total."""
+        """Return the token ids of each conversation of one row, which has `length + 1` tokens."""
         row: list[list[int]] = []
         num_missing = length + 1
         while num_missing > 0:
@@ -153,14 +155,14 @@ class BatchMaker:
         )
 
     def _loss_weights(self, conversation: list[int]) -> list[float]:
-        """Return the loss weight of each token; answers and their end tokens weigh the most."""
+        """Return the loss weight of each token. The tokens of answers have the largest weights."""
         weights: list[float] = []
         start = 0
         while start < len(conversation):
             answering = start > 0 and conversation[start - 1] == self._assistant
             stop = self._end if answering else self._assistant
             length = _index(conversation, stop, start) + 1 - start
-            # Long answers weigh less per token; otherwise a story would count as much as ten sums.
+            # Long answers weigh less per token. Otherwise a story would count as much as ten sums.
             weight = min(1.0, _FULL_LENGTH / length) ** 0.5
             weights += [weight] * length if answering else self._prompt_weights(length)
             if answering and (forced := self._forced_length(conversation[start : start + length])):
@@ -189,7 +191,10 @@ def _casual(prompt: str) -> str:
 
 
 def _index(tokens: list[int], wanted: int, start: int) -> int:
-    """Return the index of the first `wanted` at or after `start`; the last index if not found."""
+    """Return the index of the first token `wanted` at or after `start`.
+
+    If `tokens` has no such token, return the last index.
+    """
     try:
         return tokens.index(wanted, start)
     except ValueError:

@@ -1,8 +1,8 @@
 """Data-parallel training on CPU cores: each process computes the gradients of its own batches.
 
-Each process runs a single thread, and the processes synchronize once per step, to sum their
-gradients. Several threads in one process would synchronize in every operation, and would lose most
-of their time whenever another program uses one of the cores.
+Each process runs a single thread. The processes synchronize once per step, to sum their gradients.
+Several threads in one process would synchronize in every operation. They would lose most of their
+time whenever another program uses one of the cores.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor, distributed
 from torch.multiprocessing.spawn import spawn
 
 NUM_PROCESSES = 2
-# Timeout of collectives; long, because the other process may be paused, or may be evaluating a
-# model on a busy machine.
+# Timeout of collectives. It is long, because the other process may be paused or busy.
+# For example, the other process may be evaluating a model on a busy machine.
 _TIMEOUT = timedelta(hours=3)
 
 Task = Callable[[], None]
@@ -42,12 +42,12 @@ def _init_process(rank: int, size: int, init_file: Path, task: Task) -> None:
 
 
 def rank() -> int:
-    """Return the rank of this process; 0 without a process group."""
+    """Return the rank of this process, or 0 without a process group."""
     return distributed.get_rank() if distributed.is_initialized() else 0
 
 
 def size() -> int:
-    """Return the number of processes in the group; 1 without a process group."""
+    """Return the number of processes in the group, or 1 without a process group."""
     return distributed.get_world_size() if distributed.is_initialized() else 1
 
 

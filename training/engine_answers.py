@@ -1,4 +1,4 @@
-"""Answers conversations greedily with Penstock's own engine, for `training.evaluate`."""
+"""Answers conversations with greedy decoding in Penstock's own engine, for `training.evaluate`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from training.tasks import Conversation
 
 
 class EngineAnswers:
-    """A callable that answers conversations greedily with Penstock's engine.
+    """A callable that answers conversations with greedy decoding in Penstock's engine.
 
     Args:
+        folder: the model folder.
         quantization: quantization of the model's weights, one of `QUANTIZATIONS`.
+        max_new_tokens: largest number of tokens of an answer.
         kv_cache_dtype: format of the KV cache.
     """
 

@@ -1,8 +1,8 @@
 """Measures how many held-out questions of each family a model answers exactly.
 
-`python -m training.evaluate FOLDER` runs the model in `transformers`; with `--engine QUANTIZATION`,
-it runs the model in Penstock's own engine. `measure` accepts any function that answers
-conversations, for example a client of a running server.
+`python -m training.evaluate FOLDER` runs the model in `transformers`. With the option `--engine
+QUANTIZATION`, it runs the model in Penstock's own engine. `measure` accepts any function that
+answers conversations, for example a client of a running server.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Answer = Callable[[Sequence[Conversation]], list[str]]
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Result for one question family: number of correct answers and of questions."""
+    """Result for one question family: the number of correct answers and the number of questions."""
 
     family: str
     right: int
@@ -39,12 +39,12 @@ class Score:
 
     @property
     def fraction(self) -> float:
-        """Fraction of questions that were answered correctly."""
+        """Fraction of the questions that were answered correctly."""
         return self.right / self.total
 
     @property
     def is_claimed(self) -> bool:
-        """True if the fraction is high enough to claim the family in the model card."""
+        """True if the model card lists the family as one that the model can answer."""
         return self.fraction >= CLAIM_BOUND
 
     def __str__(self) -> str:
@@ -54,10 +54,14 @@ class Score:
 def measure(
     answer: Answer, count: int, *, seed: int = 0, families: Iterable[str] = ()
 ) -> list[Score]:
-    """Score `answer` on up to `count` held-out questions of each family (all by default).
+    """Score a model on held-out questions of each family.
 
-    `answer` takes a list of conversations, each ending with an open question, and returns one text
-    per conversation. A tool call is returned as the text that the model writes.
+    Args:
+        answer: takes a list of conversations that end with an open question, and returns one text
+            per conversation. A tool call is returned as the text that the model writes.
+        count: largest number of questions per family.
+        seed: seed of the choice of questions.
+        families: names of the families, or () for all families.
     """
     return [
         score(answer, FAMILIES[name], FAMILIES[name].held_out(count, seed))
@@ -79,16 +83,13 @@ def write_scores(scores: Iterable[Score], folder: Path) -> None:
 
 
 def read_scores(folder: Path) -> list[Score]:
-    """Read the scores that `write_scores` wrote."""
+    """Read the scores that `write_scores` has written into a model folder."""
     content = json.loads((folder / SCORES).read_text())
     return [Score(name, entry["right"], entry["total"]) for name, entry in content.items()]
 
 
 def transformers_answer(folder: Path) -> Answer:
-    """Return a function that answers conversations greedily with `transformers`.
-
-    folder: model folder.
-    """
+    """Return a function that answers conversations with greedy decoding in `transformers`."""
     logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -119,7 +120,9 @@ def transformers_answer(folder: Path) -> Answer:
 
 def main() -> None:
     """Print the scores of a model folder on held-out questions."""
-    parser = argparse.ArgumentParser(description="Held-out exact match of a model.")
+    parser = argparse.ArgumentParser(
+        description="Measure how many held-out questions a model answers exactly."
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--count", type=int, default=200, help="questions per family")
     parser.add_argument("--seed", type=int, default=0)

@@ -1,7 +1,7 @@
 """The training loop: trains a model on generated batches, up to a number of steps and minutes.
 
-The limit in minutes is CPU time, not wall time: on a busy machine training takes longer, but gives
-the same model.
+The limit in minutes is CPU time instead of wall time. On a busy machine, training thus takes longer
+but gives the same model.
 """
 
 from __future__ import annotations
@@ -31,31 +31,34 @@ class Recipe:
     """Duration, batch sizes and learning rates of one run."""
 
     steps: int
-    minutes: float  # limit of CPU time per process; ends the run early if `steps` take longer
+    # Limit of the CPU time per process. The run ends early when it reaches this limit.
+    minutes: float
     seed: int = 0
-    course: int = 0  # number of the training course; each course uses different random examples
-    rows: int = 6  # rows per batch and process
+    course: int = 0  # Number of the training course. Each course uses different random examples.
+    rows: int = 6  # number of rows in each batch of one process
     length: int = 256
     long_rows: int = 1
     long_length: int = LONG_LENGTH
     long_from: int = 350  # number of the first step that may have long rows
     muon_rate: float = 0.012
     adam_rate: float = 0.003
-    warmup: float = 0.01  # warm-up, as a fraction of the run
-    cooldown: float = 0.9  # final linear decay of the rate to zero, as a fraction of the run
+    warmup: float = 0.01  # duration of the warm-up, as a fraction of the run
+    # Duration of the final linear decay of the learning rate, as a fraction of the run.
+    cooldown: float = 0.9
     checkpoint_every: int = 600
     tools: float = 0.0  # fraction of the short conversations that offer tools
-    weights: Mapping[str, float] = field(default_factory=dict)  # by family; replace `Task.weight`
+    # Weights of families, by name. They replace `Task.weight`.
+    weights: Mapping[str, float] = field(default_factory=dict)
 
 
 def _clocks() -> Tensor:
-    """Return wall time and CPU time of this process in seconds, float64 [2]."""
+    """Return the wall time and the CPU time of this process in seconds, as float64 [2]."""
     return torch.tensor([time.monotonic(), time.process_time()], dtype=torch.float64)
 
 
 @dataclass(slots=True)
 class Progress:
-    """Progress of a run: steps, tokens, wall time, and CPU time of all processes (in seconds)."""
+    """Progress of a run: steps, tokens, wall time [s], and CPU time of all processes [s]."""
 
     step: int = 0
     tokens: int = 0
@@ -68,18 +71,22 @@ class Progress:
         self.step += 1
         self.tokens += tokens
         spent = _clocks() - self._started
-        # Use the sum over all processes so that they all stop at the same step.
+        # Use the sum over all processes, so that they all stop at the same step.
         ddp.all_reduce_([spent])
         self.wall = spent[0].item() / ddp.size()
         self.cpu = spent[1].item()
 
     def done(self, recipe: Recipe) -> float:
-        """Return the completed fraction of the steps or of the CPU minutes, whichever is larger."""
+        """Return the completed fraction of the run.
+
+        This is the larger of two fractions: the steps done, relative to all steps, and the CPU time
+        used, relative to its limit.
+        """
         minutes = self.cpu / ddp.size() / 60
         return max(self.step / recipe.steps, minutes / recipe.minutes)
 
     def __add__(self, later: Progress) -> Progress:
-        """Return the sum of this progress and that of a later run."""
+        """Return the sum of this progress and the progress of a later run."""
         return Progress(
             step=self.step + later.step,
             tokens=self.tokens + later.tokens,
@@ -101,7 +108,7 @@ def answer_loss(model: Llama, batch: Batch) -> Tensor:
 
 
 def distilled(teacher: Llama) -> LossOf:
-    """Return a loss function: cross entropy to the teacher's predictions of answer tokens."""
+    """Return a loss function: the cross entropy to the teacher's predictions of answer tokens."""
 
     def loss(model: Llama, batch: Batch) -> Tensor:
         answers = batch.weights > PROMPT_WEIGHT
@@ -116,9 +123,11 @@ def distilled(teacher: Llama) -> LossOf:
 def fit(
     model: Llama, tokenizer: Tokenizer, recipe: Recipe, checkpoint: Checkpoint, loss_of: LossOf
 ) -> Progress:
-    """Train `model` in place and return its `Progress`: steps, tokens, wall time and CPU time.
+    """Train `model` in place and return the progress of the run.
 
-    `checkpoint` is called on rank 0 every `recipe.checkpoint_every` steps and at the end.
+    Args:
+        checkpoint: called on rank 0 every `recipe.checkpoint_every` steps, and at the end.
+        loss_of: computes the loss of a batch.
     """
     optimiser = _Optimiser(model, recipe)
     progress = Progress()
@@ -145,7 +154,7 @@ def fit(
 
 
 def _average_gradients(model: Llama) -> None:
-    """Replace gradients by their mean over all processes."""
+    """Replace all gradients by their mean over all processes."""
     gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
     ddp.all_reduce_(gradients)
     for gradient in gradients:
@@ -155,8 +164,8 @@ def _average_gradients(model: Llama) -> None:
 def _batches(tokenizer: Tokenizer, recipe: Recipe) -> Iterator[Batch]:
     maker = BatchMaker(tokenizer, f"{recipe.seed}:{recipe.course}", recipe.weights, recipe.tools)
     for number in itertools.count(1):
-        # The model first learns to copy within short rows, where steps are cheaper, and then over
-        # long distances.
+        # The model first learns to copy within short rows, where steps are cheaper.
+        # Long rows then teach the model to copy over long distances.
         if number > recipe.long_from and number % _LONG_EVERY == 0:
             yield maker.long(recipe.long_rows, recipe.long_length)
         else:
@@ -164,15 +173,18 @@ def _batches(tokenizer: Tokenizer, recipe: Recipe) -> Iterator[Batch]:
 
 
 def learning_rate(done: float, recipe: Recipe) -> float:
-    """Return the learning rate as a fraction of its peak, for the completed fraction `done`.
+    """Return the learning rate as a fraction of its peak.
 
     The rate warms up, stays constant, and then decays linearly to zero.
+
+    Args:
+        done: the completed fraction of the run.
     """
     return min(1.0, (done + 1e-3) / recipe.warmup, (1 - done) / recipe.cooldown)
 
 
 class _Optimiser:
-    """Muon for the weight matrices of the layers; AdamW for the embedding and the norms."""
+    """Muon for the weight matrices of the layers, and AdamW for the embedding and the norms."""
 
     def __init__(self, model: Llama, recipe: Recipe) -> None:
         matrices = [w for w in model.layers.parameters() if w.ndim == 2]
@@ -183,7 +195,7 @@ class _Optimiser:
         self._adam = torch.optim.AdamW(others, betas=(0.9, 0.98), weight_decay=0.0)
 
     def step(self, rate: float) -> None:
-        """Apply the gradients and clear them; the peak learning rates are multiplied by `rate`."""
+        """Apply the gradients with the peak learning rates times `rate`, and clear them."""
         self._muon.step(rate * self._recipe.muon_rate)
         for group in self._adam.param_groups:
             group["lr"] = rate * self._recipe.adam_rate

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True, slots=True)
 class LlamaShape:
-    """Sizes of a Llama model; the fields are named as in config.json."""
+    """Sizes of a Llama model. The fields have the same names as in config.json."""
 
     hidden_size: int
     num_hidden_layers: int
@@ -40,7 +40,10 @@ class RMSNorm(nn.Module):
 
 
 def rope_table(shape: LlamaShape, length: int) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines of positions 0 to `length` - 1, two tensors [length, head_dim]."""
+    """Return the cosines and the sines for the positions from 0 to `length` - 1.
+
+    Both tensors are [length, head_dim].
+    """
     exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
     angles = torch.outer(torch.arange(length).float(), shape.rope_theta**-exponents)
     angles = torch.cat((angles, angles), dim=-1)
@@ -68,9 +71,13 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(query_size, shape.hidden_size, bias=False)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:
-        """Compute attention of x [batch, length, hidden].
+        """Compute the attention of x [batch, length, hidden].
 
-        mask: bool [batch, 1, length, length], true where a token (row) attends to another (column).
+        Args:
+            x: hidden states [batch, length, hidden].
+            rope: cosines and sines, as `rope_table` returns them.
+            mask: bool [batch, 1, length, length], true where a token (row) attends to another
+                (column).
         """
         q, k, v = (self._heads(proj(x)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         out = F.scaled_dot_product_attention(
@@ -109,14 +116,18 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:
         """Apply the layer to x [batch, length, hidden].
 
-        mask: as in `Llama.forward`.
+        Args:
+            x: hidden states [batch, length, hidden].
+            rope: cosines and sines, as `rope_table` returns them.
+            mask: bool [batch, 1, length, length], true where a token (row) attends to another
+                (column).
         """
         x = x + self.self_attn(self.input_layernorm(x), rope, mask)
         return cast(Tensor, x + self.mlp(self.post_attention_layernorm(x)))
 
 
 class Llama(nn.Module):
-    """The whole model; the embedding matrix is also the output head."""
+    """The whole model. The embedding matrix is also the output head."""
 
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
@@ -138,9 +149,12 @@ class Llama(nn.Module):
                 nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
 
     def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        """Return hidden states [batch, length, hidden] of tokens [batch, length], int64.
+        """Return the hidden states [batch, length, hidden] of tokens.
 
-        mask: bool [batch, 1, length, length], true where a token (row) attends to another (column).
+        Args:
+            tokens: int64 [batch, length] token ids.
+            mask: bool [batch, 1, length, length], true where a token (row) attends to another
+                (column).
         """
         x = self.embed_tokens(tokens)
         length = tokens.shape[1]

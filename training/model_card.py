@@ -1,4 +1,4 @@
-"""Writes the model card: README.md of a model folder, with the measured results."""
+"""Writes the model card, which is the README.md of a model folder, with the measured results."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ The column "before" has the scores on the same questions before the training cou
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """The training course with tools: its progress, and the scores before it."""
+    """The training course with tools: its progress, and the model's scores before the course."""
 
     progress: Progress
     before: tuple[Score, ...]
@@ -95,9 +95,9 @@ class Run:
     """Data of a finished training run for its model card.
 
     Attributes:
-        progress: progress of all training courses except the one with tools.
-        course: the training course with tools; None if the model was trained without tools.
-        note: more lines for the card's section about training.
+        progress: progress of all training courses except the course with tools.
+        course: the training course with tools, or None if the model was trained without tools.
+        note: more lines for the section of the card about training.
     """
 
     name: str
@@ -160,7 +160,10 @@ def _note(run: Run) -> str:
 
 
 def _table(run: Run) -> str:
-    """Return the table of scores; add the scores before the course with tools, if there was one."""
+    """Return the table of scores.
+
+    If there was a course with tools, the table also has the scores before that course.
+    """
     if run.course is None:
         head = ["| family | what it asks | exact match | claimed |", "|---|---|--:|---|"]
         return "\n".join([*head, *(_row(score, "") for score in run.scores)])

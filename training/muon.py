@@ -14,9 +14,13 @@ _A, _B, _C = 3.4445, -4.7750, 2.0315
 
 
 def orthogonal(matrix: Tensor, num_steps: int = 5) -> Tensor:
-    """Return approximately the nearest matrix whose singular values are all 1 (Newton-Schulz).
+    """Return approximately the nearest matrix whose singular values are all 1.
 
-    matrix: float32 [m, n].
+    The method is a Newton-Schulz iteration.
+
+    Args:
+        matrix: float32 [m, n].
+        num_steps: number of iterations.
     """
     x: Tensor = matrix / (matrix.norm() + 1e-7)
     wide = x if x.shape[0] <= x.shape[1] else x.T
@@ -30,8 +34,8 @@ def orthogonal(matrix: Tensor, num_steps: int = 5) -> Tensor:
 class Muon:
     """Muon optimizer for the matrices inside the layers.
 
-    `torch.optim.Muon` is not used, because it orthogonalizes in bfloat16, and CPUs without AVX-512
-    only emulate bfloat16.
+    `torch.optim.Muon` is not used, because it orthogonalizes in bfloat16. CPUs without AVX-512 only
+    emulate bfloat16.
     """
 
     def __init__(self, weights: Iterable[nn.Parameter], momentum: float, decay: float) -> None:
@@ -44,7 +48,7 @@ class Muon:
     def step(self, rate: float) -> None:
         """Apply the gradients at learning rate `rate`, and clear them."""
         updates = [torch.zeros_like(weight) for weight in self._weights]
-        # The matrices are divided among the processes; each process orthogonalizes its own part.
+        # The matrices are divided among the processes. Each process orthogonalizes its own part.
         for index in range(ddp.rank(), len(updates), ddp.size()):
             updates[index] = self._update(index)
         ddp.all_reduce_(updates)

@@ -1,4 +1,4 @@
-"""Question families: generate the questions on which the demo models are trained and tested.
+"""The question families, which generate the questions for training and testing the demo models.
 
 To add a family, write a function `(Random) -> Example` with the decorator `@family()` in a module
 that is imported here.

@@ -47,35 +47,35 @@ def _sum(rng: Random, a: int, b: int) -> Example:
 
 @family(weight=1.5)
 def addition(rng: Random) -> Example:
-    """Sums of two numbers below 100; held-out pairs never occur in training, in any wording."""
+    """Sums of two numbers below 100. No held-out pair occurs in training, in any wording."""
     return _sum(rng, rng.randint(0, 99), rng.randint(0, 99))
 
 
 @family(weight=2.2)
 def subtraction(rng: Random) -> Example:
-    """Differences of two numbers below 100; held-out pairs never occur in training."""
+    """Differences of two numbers below 100. No held-out pair occurs in training."""
     b, a = sorted((rng.randint(0, 99), rng.randint(0, 99)))
     return Example(rng.choice(_SUBTRACT).format(a=a, b=b), f"{a} - {b} = {a - b}", f"{a}-{b}")
 
 
-# Few of these sums occur in training, so the model must learn to carry in general.
+# Few of the possible sums occur in training, so the model must learn to carry in general.
 @family(weight=3.0)
 def addition_large(rng: Random) -> Example:
-    """Sums of a number from 100 to 999 and one below 1000; held-out pairs are new."""
+    """Sums of a number from 100 to 999 and a number below 1000. Held-out pairs are new."""
     a, b = rng.sample((rng.randint(100, 999), rng.randint(0, rng.choice((99, 999, 999)))), 2)
     return _sum(rng, a, b)
 
 
 @family(weight=0.7)
 def multiplication(rng: Random) -> Example:
-    """Times tables up to 12: a finite set of facts, the held-out wordings are new."""
+    """Products of numbers from 1 to 12. The facts are known, the held-out wordings are new."""
     a, b = rng.randint(1, 12), rng.randint(1, 12)
     return Example(rng.choice(_MULTIPLY).format(a=a, b=b), f"{a} x {b} = {a * b}")
 
 
 @family(weight=0.7)
 def comparison(rng: Random) -> Example:
-    """The larger or the smaller of two numbers below 1000; held-out pairs are new."""
+    """The larger or the smaller of two numbers below 1000. Held-out pairs are new."""
     top = rng.choice((99, 999))
     a, b = rng.sample(range(top + 1), 2)
     word = rng.choice(("larger", "smaller"))

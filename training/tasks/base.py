@@ -22,7 +22,7 @@ CALL_ID = "call_0"
 class Conversation:
     """Messages that end with an open question, and the tools that the model may call.
 
-    Both are in the form of the OpenAI API.
+    Messages and tools have the form of the OpenAI API.
     """
 
     messages: list[Message]
@@ -30,7 +30,7 @@ class Conversation:
 
 
 def call_text(name: str, arguments: str) -> str:
-    """Return a call as the models write it; `arguments` is JSON."""
+    """Return a tool call as the models write it. `arguments` is JSON text."""
     return f'<tool_call>{{"name": {json.dumps(name)}, "arguments": {arguments}}}</tool_call>'
 
 
@@ -43,11 +43,11 @@ class ToolCall:
     result: str
 
     def text(self) -> str:
-        """Return the call as the model writes it."""
+        """Return the tool call as the model writes it."""
         return call_text(self.name, json.dumps(self.arguments))
 
     def messages(self) -> list[Message]:
-        """Return the message with the call, and the message with its result."""
+        """Return the message with the tool call, and the message with its result."""
         function = {"name": self.name, "arguments": json.dumps(self.arguments)}
         call = {"id": CALL_ID, "type": "function", "function": function}
         return [
@@ -62,15 +62,15 @@ class Example:
 
     Attributes:
         key: identifies the problem, whatever its wording. Examples with the same key are all
-            training examples or all held out. If empty, the prompt is the key: then a held-out
-            question may ask about a known fact, in a new wording.
+            training examples or all held out. If it is empty, the prompt is the key. A held-out
+            question may then ask about a known fact, in a new wording.
         history: earlier (user, assistant) turns that the question needs.
         again: prompt to use instead if an earlier turn already contains the text (see
             `Task.drill`).
         tools: tools that the model may call.
-        call: call that was made after the prompt; the answer follows its result.
-        split: name of the family whose questions the example must be held out with; if empty, the
-            family that generated it.
+        call: tool call that was made after the prompt. The answer follows the result of this call.
+        split: name of the family whose split into training and held-out questions the example
+            follows. If it is empty, this is the family that generated the example.
     """
 
     prompt: str
@@ -87,7 +87,10 @@ class Example:
         return Conversation(self.messages(), self.tools)
 
     def messages(self) -> list[Message]:
-        """Return the conversation, ending with the question, in the OpenAI API's chat format."""
+        """Return the messages of the conversation, in the chat format of the OpenAI API.
+
+        The last message is the question, or the result of the tool call.
+        """
         messages: list[Message] = []
         for user, assistant in self.history:
             messages.append({"role": "user", "content": user})
@@ -102,17 +105,18 @@ Checker = Callable[[Example, str], bool]
 
 
 def exact(example: Example, text: str) -> bool:
-    """Return True if `text` is exactly the expected answer, ignoring surrounding spaces."""
+    """Return True if `text` is the expected answer. Spaces at its ends are ignored."""
     return text.strip() == example.answer
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One family of questions: generates questions and checks answers.
+    """A family of questions, which generates questions and checks answers.
 
-    `drill` generates several questions about the same text, so that one long prompt provides
-    several training examples; it is used only in training. Families with `tools` are trained in a
-    course of their own.
+    Attributes:
+        drill: generates several questions about the same text, so that one long prompt provides
+            several training examples. It is used only in training.
+        tools: whether the family is trained in the course about tools.
     """
 
     name: str
@@ -125,19 +129,22 @@ class Task:
     tools: bool = False
 
     def is_held_out(self, example: Example) -> bool:
-        """Return True if the example is held out, decided by a keyed hash of its problem."""
+        """Return True if the example is held out, which a keyed hash of its problem decides."""
         text = f"{example.split or self.name}\0{example.key or example.prompt}".encode()
         digest = hashlib.blake2b(text, digest_size=8, key=_SPLIT_KEY).digest()
         return int.from_bytes(digest, "big") % HELD_OUT_ONE_IN == 0
 
     def training_example(self, rng: Random) -> Example:
-        """Return one random training example, that is, one that is not held out."""
+        """Return a random training example, which is an example that is not held out."""
         while self.is_held_out(example := self.generate(rng)):
             pass
         return example
 
     def training_examples(self, rng: Random) -> list[Example]:
-        """Return one training example, or those of one drill if the family has drills."""
+        """Return the examples of one random drill of this family.
+
+        If the family has no drills, return one random training example.
+        """
         if self.drill is None:
             return [self.training_example(rng)]
         while not (examples := [e for e in self.drill(rng) if not self.is_held_out(e)]):
@@ -145,7 +152,7 @@ class Task:
         return [examples[0], *(replace(example, prompt=example.again) for example in examples[1:])]
 
     def held_out(self, count: int, seed: int = 0) -> list[Example]:
-        """Return up to `count` different held-out examples; equal seeds give equal examples.
+        """Return up to `count` different held-out examples. Equal seeds give equal examples.
 
         The list is shorter if the family has fewer different questions.
         """
@@ -181,9 +188,14 @@ def family(
 ) -> Callable[[Generator], Generator]:
     """Register the decorated generator as a question family with the name of the function.
 
-    The first line of the generator's docstring describes the family. `weight` is the relative
-    frequency of its questions or drills in training. Families with `long` are used only in batches
-    of long rows, families with `tools` only in the course that trains the use of tools.
+    The first line of the generator's docstring describes the family.
+
+    Args:
+        weight: relative frequency of the family's questions or drills in training.
+        long: whether the family is used only in batches of long rows.
+        accepts: returns whether a text is a correct answer to an example.
+        drill: see `Task`.
+        tools: whether the family is used only in the course that trains the use of tools.
     """
 
     def register(generate: Generator) -> Generator:

@@ -20,7 +20,7 @@ _STEPS = (
     "Name the {unit} that is {steps} {side} {start}.",
     "{steps} {side} {start}: which {unit} is that?",
 )
-# (larger unit, smaller unit, factor, largest number of units in a question)
+# Each entry has a larger unit, a smaller unit, their factor, and the largest number in a question.
 _DECIMAL = (
     ("metre", "centimetre", 100, 999),
     ("metre", "millimetre", 1000, 999),
@@ -65,19 +65,19 @@ def _walk(rng: Random, names: list[str], unit: str, farthest: int) -> Example:
 
 @family(weight=0.6)
 def days(rng: Random) -> Example:
-    """The weekday 1 to 10 days before or after another; held-out questions are new wordings."""
+    """The weekday 1 to 10 days before or after another. Facts are known, the wordings are new."""
     return _walk(rng, DAYS, "day", 10)
 
 
 @family(weight=2.0)
 def months(rng: Random) -> Example:
-    """The month up to six months before or after another: new wordings of known facts."""
+    """The month 1 to 6 months before or after another. Facts are known, the wordings are new."""
     return _walk(rng, MONTHS, "month", 6)
 
 
 @family(weight=0.5)
 def units(rng: Random) -> Example:
-    """Conversions by a power of ten; held-out counts never occur in training, in any wording."""
+    """Conversions by a power of ten. No held-out count occurs in training, in any wording."""
     large, small, factor, top = rng.choice(_DECIMAL)
     return _conversion(
         rng, large, small, factor, rng.randint(1, rng.choice((9, 99, top))), keyed=True
@@ -86,7 +86,7 @@ def units(rng: Random) -> Example:
 
 @family(weight=0.4)
 def time_units(rng: Random) -> Example:
-    """Weeks, days, hours, minutes, years and dozens up to 12: new wordings of known facts."""
+    """Conversions of weeks, hours, dozens and so on. The facts are known, the wordings are new."""
     large, small, factor, top = rng.choice(_TABLED)
     return _conversion(rng, large, small, factor, rng.randint(1, top), keyed=False)
 

@@ -32,8 +32,9 @@ _COUNT = (
     "Count the words: {items}",
     "How many words do you see here: {items}?",
 )
-# Words that occur in only one kind of question, at one position, get similar embeddings, and the
-# model confuses them in its answers. Copying these words in other contexts prevents this.
+# Words that occur only in one place of one kind of question get similar embeddings.
+# The model would confuse words with similar embeddings in its answers.
+# Questions that copy the words in other contexts prevent this.
 COPIED = (*WORDS, *CITIES, *JOBS, *COLOURS, *NAMES)
 _LARGEST = (
     "What is the {word} number in this list: {items}?",
@@ -62,7 +63,7 @@ def sort_numbers(rng: Random) -> Example:
 
 @family(weight=2.2)
 def sort_words(rng: Random) -> Example:
-    """Three to five words from a list of some 150, in alphabetical order."""
+    """Three to five words from a list of about 150 words, in alphabetical order."""
     words = rng.sample(WORDS, rng.randint(3, 5))
     prompt = rng.choice(_ALPHABET).format(items=_joined(words))
     return Example(prompt, _joined(sorted(words)), _joined(sorted(words)))

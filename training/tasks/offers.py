@@ -39,7 +39,10 @@ _OTHERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 
 
 def offer(rng: Random) -> tuple[Tool, ...]:
-    """Return the tools of a random conversation, in random order; none with probability 1/12."""
+    """Return the tools of a random conversation, in random order.
+
+    With probability 1/12, the conversation has no tools.
+    """
     if rng.random() < 1 / 12:
         return ()
     offered = [tool for tool in (_calculator(rng), _lookup(rng)) if rng.random() < 0.72]
@@ -50,7 +53,7 @@ def offer(rng: Random) -> tuple[Tool, ...]:
 
 
 def has(tools: tuple[Tool, ...], name: str) -> bool:
-    """Return True if one of the tools has this name."""
+    """Return True if one of the tools has the name `name`."""
     return any(tool["function"]["name"] == name for tool in tools)
 
 
@@ -67,7 +70,10 @@ def _other(rng: Random) -> Tool:
 
 
 def _tool(rng: Random, name: str, about: str, parameters: tuple[str, ...]) -> Tool:
-    """Return a tool; its description may be missing or random, because users write their own."""
+    """Return a tool with a given name and given parameters.
+
+    Its description may be missing or random, because users write their own descriptions.
+    """
     kind = {"type": "string"} if rng.random() < 0.9 else {}
     schema = {
         "type": "object",

@@ -68,12 +68,12 @@ def _all_recalled(rng: Random, count: int) -> list[Example]:
 
 @family(weight=0.9, drill=lambda rng: _all_recalled(rng, rng.randint(2, 8)))
 def recall(rng: Random) -> Example:
-    """One of two to eight facts given in the question; training never asks for a held-out fact."""
+    """One of two to eight facts given in the question. Training asks for no held-out fact."""
     return _all_recalled(rng, rng.randint(2, 8))[0]
 
 
-# Training also uses short contexts: a model learns to find a fact among a few first, and can then
-# find one among many.
+# Training also uses short contexts, in which a model first learns to find one fact among a few.
+# The model can then learn to find one fact among many.
 @family(long=True, drill=lambda rng: _all_recalled(rng, rng.randint(8, 60)))
 def recall_long(rng: Random) -> Example:
     """One of 20 to 60 facts given in the question, in a context of about 200 to 900 tokens."""
@@ -99,7 +99,11 @@ _EXTRACT_AGAIN = (
 
 
 def _extractions(rng: Random, count: int) -> list[Example]:
-    """Return up to `count` extraction examples from one text, each with different fields."""
+    """Return extraction examples from one text, each with different fields.
+
+    Args:
+        count: largest number of examples.
+    """
     profile: dict[str, str | int] = {
         "name": person(rng),
         "age": rng.randint(18, 99),
@@ -131,11 +135,11 @@ _NAME_QUESTIONS = ("What is my name?", "Do you remember my name?", "Tell me my n
 
 @family(weight=0.4)
 def remember(rng: Random) -> Example:
-    """The user's name, given in an earlier turn of the conversation."""
+    """The user's name, which an earlier turn of the conversation contains."""
     name = person(rng)
     introduction = (rng.choice(_INTRODUCE).format(name=name), f"Nice to meet you, {name}!")
     codes = tuple(rng.choice(_codes(rng, 1)) for _ in range(rng.randint(0, 1)))
-    # Optionally, the user mentions another fact in between; the assistant only acknowledges it.
+    # In some conversations, the user mentions another fact before the question about the name.
     between = tuple((fact, "I will remember that.") for _, fact in codes)
     return Example(
         rng.choice(_NAME_QUESTIONS), f"Your name is {name}.", name, (introduction, *between)

@@ -108,7 +108,11 @@ def is_story(example: Example, text: str) -> bool:
 
 
 def _derives(lines: Sequence[Sequence[str]], text: str, known: dict[str, str]) -> bool:
-    """Return True if `text` takes one alternative from each of `lines`; `known`: slot values."""
+    """Return True if `text` consists of one alternative from each of `lines`.
+
+    Args:
+        known: values of slots that are already known, by name.
+    """
     if not lines:
         return not text
     for choice in lines[0]:
@@ -130,7 +134,7 @@ def _pattern(choice: str, known: dict[str, str]) -> str:
 
 @family(weight=0.5, accepts=is_story)
 def story(rng: Random) -> Example:
-    """A story about the given animal, name and place; correct if the grammar can produce it."""
+    """A story about the given animal, name and place. Every story of the grammar is correct."""
     slots = _slots(rng)
     prompt = rng.choice(_PROMPTS).format(**slots)
     text = " ".join(rng.choice(choices) for choices in _GRAMMAR).format(**slots)

@@ -87,8 +87,8 @@ _LOOK_UP = (
 _MISSING = ("not found", "none", "None", "null", "no entry", "unknown", "unknown key")
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _CODE = _LETTERS + "0123456789"
-# If `tool_choice` demands a call, a grammar forces the start of the answer. The model learns to
-# continue this start, but not to write it.
+# If `tool_choice` demands a tool call, a grammar forces the start of the answer.
+# The model learns to continue the start of a forced call, but not to write the start itself.
 FORCED_STARTS = ('[{"name": "', f'{{"{EXPRESSION}": "', f'{{"{KEY}": "')
 _FORCED_FRACTION = 0.12
 _SUMS = ("addition", "subtraction", "addition_large", "multiplication")
@@ -96,7 +96,7 @@ _SUMS = ("addition", "subtraction", "addition_large", "multiplication")
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """A question that needs a tool, as two examples: one for the call, one for the answer."""
+    """A question that needs a tool, as an example for the call and an example for the answer."""
 
     call: Example
     answer: Example
@@ -115,8 +115,8 @@ def calculation(rng: Random, tools: tuple[Tool, ...]) -> Round:
 def entry(rng: Random, tools: tuple[Tool, ...]) -> Round:
     """Return a question about an entry that only the look-up knows."""
     key = _key(rng)
-    # Always quote a lower-case key. In the call, the key follows a quote; after a space, it would
-    # be split into other tokens.
+    # A lower-case key is always quoted, because the key follows a quote in the call as well.
+    # After a space instead of a quote, the key would be split into other tokens.
     is_quoted = key[0].islower() or rng.random() < 0.4
     prompt = rng.choice(_LOOK_UP).format(key=f'"{key}"' if is_quoted else key)
     is_missing = rng.random() < 0.08
@@ -136,7 +136,10 @@ def _round(prompt: str, call: ToolCall, answer: str, tools: tuple[Tool, ...]) ->
 
 
 def direct(rng: Random, tools: tuple[Tool, ...]) -> Example:
-    """Return a question that needs no tool, or whose tool is missing (answer: UNKNOWN)."""
+    """Return a question that the model answers without a tool call.
+
+    The question needs no tool, or its tool is missing. In the latter case, the answer is UNKNOWN.
+    """
     lacking = [make for name, make in ROUNDS.items() if not has(tools, name)]
     if lacking and (not tools or rng.random() < 0.4):
         return replace(_hard(rng.choice(lacking), rng, tools), answer=UNKNOWN)
@@ -165,9 +168,10 @@ ROUNDS: dict[str, Maker] = {
 
 
 def training_conversation(rng: Random, weights: Mapping[str, float]) -> Conversation:
-    """Return a conversation of training questions about the same random tools, with the answers.
+    """Return a conversation of training questions and answers about the same random tools.
 
-    weights: weight of each family by its name.
+    Args:
+        weights: weight of each family, by its name.
     """
     tools = offer(rng)
     kinds = [name for name in ROUNDS if has(tools, name)]
@@ -200,7 +204,10 @@ def _assistant(content: str) -> Message:
 
 
 def _forced(rng: Random, call: ToolCall) -> str:
-    """Return a call in a form that `tool_choice` forces: an array of calls, or arguments only."""
+    """Return a tool call in a form that `tool_choice` forces.
+
+    The form is an array of calls, or only the arguments of the call.
+    """
     if rng.random() < 0.3:
         return json.dumps(call.arguments)
     return json.dumps([{"name": call.name, "parameters": call.arguments}])
@@ -213,7 +220,7 @@ def _offer_with(rng: Random, name: str) -> tuple[Tool, ...]:
 
 
 def is_call(example: Example, text: str) -> bool:
-    """Return True if `text` is the expected call; white space in its JSON is ignored."""
+    """Return True if `text` is the expected tool call. White space in its JSON is ignored."""
     return _parsed(text) == _parsed(example.answer)
 
 
@@ -227,7 +234,7 @@ def _parsed(text: str) -> object:
 
 @family(weight=1.2, accepts=is_call, tools=True)
 def calculator(rng: Random) -> Example:
-    """Calls of a calculator for numbers of up to six digits, with the expression as asked."""
+    """Calls of a calculator for numbers of up to six digits, with the question's expression."""
     return calculation(rng, _offer_with(rng, CALCULATOR)).call
 
 
@@ -252,7 +259,7 @@ def is_direct_answer(example: Example, text: str) -> bool:
 
 @family(weight=1.2, accepts=is_direct_answer, tools=True)
 def no_tool(rng: Random) -> Example:
-    """Questions that no offered tool helps to answer: answered without a call, or by UNKNOWN."""
+    """Questions for which no offered tool helps. The answer has no tool call, or is UNKNOWN."""
     return direct(rng, offer(rng))
 
 
@@ -266,7 +273,7 @@ def _number(rng: Random) -> str:
 
 
 def _binary(rng: Random) -> tuple[str, str, str]:
-    """Return question, expression and result of an operation on two numbers."""
+    """Return a question about an operation on two numbers, its expression and its result."""
     sign = rng.choice("++--***//")
     a, b = _number(rng), _number(rng)
     if sign == "/" and rng.random() < 0.7:
@@ -277,14 +284,14 @@ def _binary(rng: Random) -> tuple[str, str, str]:
 
 
 def _result(a: Decimal, sign: str, b: Decimal) -> str:
-    """Return the result rounded to six decimals, without zeros at the end."""
+    """Return the result of an operation, rounded to six decimals, without zeros at its end."""
     number = a / b if sign == "/" else _apply(a, sign, b)
     text = f"{number:.6f}".rstrip("0").rstrip(".")
     return "0" if text == "-0" else text
 
 
 def _compound(rng: Random) -> tuple[str, str, str]:
-    """Return question, expression and result of two operations on integers."""
+    """Return a question about two operations on integers, its expression and its result."""
     a, b, c = (Decimal(rng.randrange(1, 10 ** rng.randint(1, 4))) for _ in range(3))
     first, second = rng.choice("+-*"), rng.choice("+-*")
     text = rng.choice((f"{a} {first} {b} {second} {c}", f"({a} {first} {b}) {second} {c}"))

@@ -61,5 +61,5 @@ def invented_name(rng: Random) -> str:
 
 
 def person(rng: Random) -> str:
-    """Return a random name: 60% are from `NAMES`, the others are invented."""
+    """Return a random name. 60% of the names are from `NAMES`, the others are invented."""
     return rng.choice(NAMES) if rng.random() < 0.6 else invented_name(rng)
