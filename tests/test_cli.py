@@ -482,7 +482,8 @@ def test_lines_print_each_stage_once() -> None:
         "decode worker 0: ready after 3.0 s",
         "something [bold]odd",
         "decode worker 0: its process died; it is started again in 0.5 s",
-        "decode worker 0: no such folder; given up, next try in 60 s, the others continue",
+        "decode worker 0: no such folder; the next try is in 60 s, and the other processes "
+        "continue",
         "decode worker 0: weights, 1.0 of 2.0 MB; 20 s so far",
         "draining: running requests have 30 s; Ctrl-C again stops at once",
         "draining: 3 requests have not ended, 25 s are left",

@@ -168,7 +168,11 @@ def _parser() -> Parser:
         "--temperature", type=float, default=0.0, metavar="X", help="sampling temperature (0)"
     )
     parser.add_argument(
-        "--max-tokens", type=_count, default=512, metavar="N", help="most tokens per answer (512)"
+        "--max-tokens",
+        type=_count,
+        default=512,
+        metavar="N",
+        help="limit of tokens per answer (512)",
     )
     return parser
 

@@ -99,7 +99,7 @@ def _parser() -> Parser:
         nargs="?",
         default=DEFAULT,
         metavar="URL",
-        help=f"URL of a router, its port for clients or for operators ({DEFAULT})",
+        help=f"URL of a router's port, for clients or for operators ({DEFAULT})",
     )
     add_key_file(parser)
     parser.add_argument("--json", action="store_true", help="print the explanation as JSON")

@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--without-weights",
         action="store_true",
-        help="skip the weights, for routers and the driver",
+        help="skip the weights, which routers and the supervisor do not need",
     )
     parser.add_argument(
         "--revision", metavar="TEXT", help="commit, tag or branch; default: the main branch"

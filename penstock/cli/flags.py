@@ -231,8 +231,8 @@ def _add_counts(group: Any, role: str) -> None:
     at_first = getattr(DEFAULT_POOLS, role).replicas
     abouts = (
         f"initial number of {role} workers ({at_first} if no pool is given)",
-        f"fewest {role} workers; by default the initial number; 0: none while idle",
-        f"most {role} workers; by default the initial number",
+        f"minimum number of {role} workers; by default the initial number; 0: none while idle",
+        f"maximum number of {role} workers; by default the initial number",
     )
     for prefix, key, about in zip(("", "min-", "max-"), COUNTS, abouts, strict=True):
         group.add_argument(

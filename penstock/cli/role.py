@@ -74,7 +74,9 @@ def _parser() -> Parser:
         "until the role is changed again or the cluster ends.",
         allow_abbrev=False,
     )
-    parser.add_argument("worker", metavar="WORKER", help="worker's name in penstock status")
+    parser.add_argument(
+        "worker", metavar="WORKER", help="name of the worker, as shown by penstock status"
+    )
     parser.add_argument("role", choices=ROLES, metavar="ROLE", help=", ".join(ROLES))
     parser.add_argument(
         "url",

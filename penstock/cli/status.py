@@ -132,7 +132,7 @@ def _read(code: int, body: bytes) -> Json:
     if code == 401:
         raise NoStatus(f"the server needs a valid API key: give --api-key-file or {VARIABLE}")
     if code == 403:
-        raise NoStatus("this is for operators: the API key has another role")
+        raise NoStatus("only operators may see the status: the API key has another role")
     try:
         status = json.loads(body) if code == 200 else None
     except ValueError:

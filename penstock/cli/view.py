@@ -24,7 +24,8 @@ def sentence(title: str, notice: status_events.StatusEvent) -> str:
             when = f"in {delay:.1f} s" if delay else "at once"
             return f"{title}: {reason}; it is started again {when}"
         case status_events.GivenUp(reason, delay):
-            return f"{title}: {reason}; given up, next try in {delay:g} s, the others continue"
+            when = f"the next try is in {delay:g} s, and the other processes continue"
+            return f"{title}: {reason}; {when}"
         case status_events.Waiting():
             return f"{title}: {notice}"
         case status_events.Draining() | status_events.RoleAssigned():

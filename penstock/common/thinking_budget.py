@@ -39,5 +39,6 @@ class ThinkingBudget:
             )
         if not all(0 <= token < vocab_size for token in (self.end, *self.start)):
             raise InvalidParameterError(
-                f"a mark of reasoning is outside the vocabulary (0 to {vocab_size - 1})", NAME
+                f"a token that delimits reasoning is not in the vocabulary (0 to {vocab_size - 1})",
+                NAME,
             )

@@ -268,7 +268,7 @@ def test_worker_whose_model_is_missing_is_given_up_and_the_others_serve(
         running.find("penstock: decode worker 0").kill()
         running.wait_for_output(
             f"decode worker 0: {model} is not a folder: give the path of a checkpoint folder; "
-            "given up, next try in 60 s, the others continue"
+            "the next try is in 60 s, and the other processes continue"
         )
         url = f"http://127.0.0.1:{running.admin}/metrics"
         metric = 'penstock_workers_given_up{pool="decode"} 1.0'

@@ -132,5 +132,5 @@ class Metadata:
                 value = self._values[key]
                 shown = "an array" if isinstance(value, GgufArray) else f"{value!r:.40}"
                 raise self.unsupported(
-                    f"{key} ({shown}) is not supported, and to ignore it may change answers"
+                    f"{key} ({shown}) is not supported, and ignoring it may change answers"
                 )

@@ -178,7 +178,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
     ),
     "unknown key": (
         set_uint("llama.attention.clamp_kqv", 8),
-        r"llama\.attention\.clamp_kqv \(8\) is not supported, and to ignore it may change answers",
+        r"llama\.attention\.clamp_kqv \(8\) is not supported, and ignoring it may change answers",
     ),
     "rope kind": (
         set_text("llama.rope.scaling.type", "spiral"), r"rope\.scaling\.type 'spiral' is not",
