@@ -63,7 +63,7 @@ class ScalingPolicy:
     up: float = 15.0  # the size of a pool at most doubles within this time
     down: float = 120.0  # a pool shrinks once it has needed fewer workers for this long
     down_step: float = 15.0  # minimum time between the drains of two workers of a pool
-    # Share of (largest burst - average rate) for which spare workers are kept.
+    # Spare workers are kept for this fraction of the largest burst minus the average rate.
     headroom: float = 0.25
     # Share of the initial size that is kept at first. If it is 0, `headroom` is used instead.
     hedge: float = 0.0

@@ -61,7 +61,7 @@ class LateWorkModel:
         """Return the smallest size for which at most `max_late_fraction` of all work is late.
 
         The observed work of a short history is extrapolated to a history much longer than
-        `MEMORY_SECONDS`. The work that this adds counts as computed in time.
+        `MEMORY_SECONDS`. The work that the extrapolation adds counts as computed in time.
         """
         passed = self._now - self._started_at if self._started_at is not None else 0.0
         if not passed:

@@ -197,7 +197,7 @@ def _to_placement(
     if request.gpus:
         bundle["GPU"] = float(request.gpus * request.ranks)
     # Threads may also use the CPUs of the routers, which are mostly idle.
-    # For example, a worker that is alone on two cores gets two threads.
+    # With the CPUs of the routers, a worker that is alone on two cores gets two threads.
     usable = cpus if request.cpus is not None else cpus + spare + 1e-9
     pool = request.pool
     threads = pool.threads or max(1, int(usable))

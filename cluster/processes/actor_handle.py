@@ -159,7 +159,7 @@ class ActorHandle:
     async def _is_responsive(self) -> bool:
         ping = asyncio.create_task(self._ping())
         # If this process itself was paused, a wait may end although the reply has arrived.
-        # Therefore wait twice for half the timeout, so that the second wait finds the reply.
+        # Two waits of half the timeout are safe, because the second wait finds such a reply.
         for _ in range(2):
             done, _ = await asyncio.wait({ping}, timeout=self._ping_timeout / 2)
             if done:

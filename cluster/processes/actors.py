@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import ray.util
 
 # Use Ray's copy of setproctitle, because it has moved the process title in memory.
-# Another copy of setproctitle would not find the title.
+# Another copy of setproctitle would not find the title that Ray's copy has moved.
 from ray._raylet import setproctitle  # type: ignore[attr-defined]
 
 from penstock.cluster.kubernetes import node_drain, readiness_probe

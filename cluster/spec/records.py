@@ -76,8 +76,7 @@ def record(kind: type[T], content: Any, where: str = "", moved: Mapping[str, str
             records.
         content: values by field name. A missing field keeps its default.
         where: dotted path of `content` for error messages, or "" at the top.
-        moved: for the dotted path of each setting of older files, the text that says what to write
-            instead.
+        moved: hints about what to write in place of settings of older files, by dotted path.
 
     Raises:
         SpecError: a value is wrong. The message is one line with the path of the first wrong value.

@@ -50,7 +50,7 @@ class ProgressReminders:
         self._report(title, event)
 
     def set_detail(self, title: str, detail: str) -> None:
-        """Set the detail that reminders about the process show, such as the work that is left."""
+        """Set the detail that reminders about a process show, such as the work that is left."""
         if title in self._waits:
             self._waits[title].detail = detail
 
