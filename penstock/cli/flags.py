@@ -122,7 +122,7 @@ def _over_model(
     if not (name or settings):
         return content
     if not (isinstance(models, Mapping) and len(models) == 1):
-        return content  # later, `parse` raises the error about invalid models
+        return content  # `parse` raises the error about invalid models later
     ((own_name, own),) = models.items()
     if not (isinstance(own_name, str) and isinstance(own, Mapping)):
         return content
@@ -157,7 +157,7 @@ def _over_pools(content: dict[str, Any], ranks: dict[str, Any]) -> dict[str, Any
     """Apply the flags that hold for every pool to each pool of `content`."""
     pools = content.get("pools", _default_pools(ranks))
     if not ranks or not isinstance(pools, dict):
-        return content  # later, `parse` raises the error about invalid pools
+        return content  # `parse` raises the error about invalid pools later
     over = {role: ranks for role, pool in pools.items() if isinstance(pool, dict)}
     return merged(content, {"pools": merged(pools, over)})
 

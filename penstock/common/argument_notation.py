@@ -10,18 +10,18 @@ Kind: TypeAlias = Literal["json", "tagged", "bracketed", "keywords"]
 class ArgumentNotation:
     """A notation for the arguments of tool calls, with the texts that delimit keys and values.
 
-    In this class, an "expansion" is the right-hand side of a rule of a Lark grammar.
+    A "Lark expression" is the right-hand side of a rule of a Lark grammar.
 
     Attributes:
         kind: `json` stands for a JSON object. With `tagged`, keys and values stand between tags,
             and strings have no quotes. `bracketed` is like JSON, but keys have no quotes, and
             strings have other quotes. `keywords` stands for Python keyword arguments.
-        before_key: for `tagged`, the expansion before a key.
-        before_value: for `tagged`, the expansion between a key and its value.
+        before_key: for `tagged`, the Lark expression before a key.
+        before_value: for `tagged`, the Lark expression between a key and its value.
         end: for `tagged`, the text that ends a string. For `bracketed`, the text that quotes a
             string.
-        end_token: expansion that matches `end` if it is a special token, or "" if it is ordinary
-            text.
+        end_token: Lark expression that matches `end` if it is a special token, or "" if it is
+            ordinary text.
         markers: texts that no string may contain.
     """
 

@@ -324,7 +324,7 @@ def _check_token_lists(params: SamplingParams, limits: SamplingLimits, vocab_siz
 def _check_token_choice(params: SamplingParams, limits: SamplingLimits, vocab_size: int) -> None:
     """Check that bad words and allowed tokens are valid, and that an allowed token is left."""
     words, most = params.bad_words_token_ids, limits.max_bad_word_tokens
-    if len(words) > 2 * limits.max_bad_words:  # each word has one or two token sequences
+    if len(words) > 2 * limits.max_bad_words:  # each bad word has one or two token sequences
         raise InvalidParameterError(
             f"bad_words takes at most {limits.max_bad_words} words", "bad_words"
         )

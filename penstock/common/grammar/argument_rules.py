@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 SCHEMA_OPTIONS: "JsonCompileOptions" = {
     # Allow one space after a comma or a colon, because most models write one.
-    # If any white space were allowed, a model could generate spaces forever.
+    # If a grammar allowed any white space, a model could generate spaces forever.
     "whitespace_flexible": False,
     "item_separator": ", ?",
     "key_separator": ": ?",
@@ -88,18 +88,18 @@ class ArgumentRules:
         return self.rule(f"%json {json.dumps({**own, 'x-guidance': dict(SCHEMA_OPTIONS)})}")
 
     def string(self, terminal: str) -> str:
-        """Return the expansion for a string and for the end marker `notation.end` after it."""
+        """Return the Lark expression for a string and for the end marker `notation.end`."""
         notation = self.notation
         if notation.end_token:
             return f"{self.rule(terminal, is_terminal=True)} {notation.end_token}"
         return self.rule(f"{terminal} {quoted(notation.end)}", is_terminal=True)
 
     def members(self, members: Sequence[tuple[str, bool]], separator: str) -> str:
-        """Return the expansion for the members of an object, in a fixed order.
+        """Return the Lark expression for the members of an object, in a fixed order.
 
         Args:
-            members: for each member, its expansion and whether the member is required.
-            separator: expansion between two members.
+            members: for each member, its Lark expression and whether the member is required.
+            separator: Lark expression between two members.
         """
         # `rest` matches the remaining members after a member, `first` matches them at the start.
         rest, first = "", ""
@@ -171,7 +171,7 @@ def check_key(key: str, allowed: re.Pattern[str], path: str) -> None:
 
 
 def _choice(expansions: Sequence[str]) -> str:
-    """Return an expansion that matches any of `expansions`. One of them may be empty."""
+    """Return the Lark expression that matches any of `expansions`. One of them may be empty."""
     texts = [each.strip() for each in expansions if each.strip()]
     found = f"( {' | '.join(texts)} )"
     return found if len(texts) == len(expansions) else f"{found}?"

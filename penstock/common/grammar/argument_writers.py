@@ -83,7 +83,7 @@ def _write_tagged(rules: ArgumentRules) -> None:
 
 
 def _tagged_value(rules: ArgumentRules, key: str, schema: Any, path: str) -> str:
-    """Return the expansion for a parameter's value and for the tag after the value.
+    """Return the Lark expression for a parameter's value and for the tag after the value.
 
     A parameter that may only be a string or null is written as plain text. Other parameters are
     written as JSON. The parser of tool calls distinguishes the two cases by the same types.
@@ -98,7 +98,7 @@ def _tagged_value(rules: ArgumentRules, key: str, schema: Any, path: str) -> str
 
 
 def _json_text(rules: ArgumentRules, schema: Any) -> str:
-    """Return the expansion for a JSON value and for the tag after the value."""
+    """Return the Lark expression for a JSON value and for the tag after the value."""
     end = rules.notation.end_token or quoted(rules.notation.end)
     return f"{rules.json_value(schema)} {end}"
 
@@ -126,7 +126,7 @@ def _write_keywords(rules: ArgumentRules) -> None:
 
 
 def python_texts(schema: Any) -> list[str]:
-    """Return expansions for those values of a schema whose Python literals differ from JSON."""
+    """Return Lark expressions for the values whose Python literals differ from their JSON."""
     if not isinstance(schema, dict):
         return []
     keys = schema.keys() - ANNOTATIONS

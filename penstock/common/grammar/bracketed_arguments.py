@@ -54,7 +54,7 @@ class _Values:
         self._any = ""
 
     def value(self, schema: Any, path: str) -> str:
-        """Return the expansion for a value that matches `schema`."""
+        """Return the Lark expression for a value that matches `schema`."""
         if schema is True or schema == {}:
             return self.any()
         found = self._others(schema, path)
@@ -76,7 +76,7 @@ class _Values:
         return self._any
 
     def any_object(self) -> str:
-        """Return the expansion for any object."""
+        """Return the Lark expression for any object."""
         return self._open_object(self.any())
 
     def _open_object(self, value: str) -> str:
@@ -84,7 +84,7 @@ class _Values:
         return f'"{{" ( {member} ( "," {member} )* )? "}}"'
 
     def object(self, schema: Mapping[str, Any], path: str) -> str:
-        """Return the expansion for an object that matches `schema`."""
+        """Return the Lark expression for an object that matches `schema`."""
         members = [
             (f"{self._key(name, path)} {self.value(below, _below(path, name))}", is_required)
             for name, below, is_required in object_members(schema, path)
@@ -105,7 +105,7 @@ class _Values:
         return f'{self._quote} {quoted(name)} {self._quote} ":"'
 
     def _others(self, schema: Any, path: str) -> list[str]:
-        """Return the expansions for all values of `schema` that are not strings."""
+        """Return Lark expressions for all values of `schema` that are not strings."""
         if schema is False:
             return []
         if schema is True:
@@ -193,7 +193,7 @@ class _Values:
         return f'"[" ( {following} ){"" if least else "?"} "]"'
 
     def _literal(self, value: Any, path: str) -> str:
-        """Return the expansion that matches only `value`."""
+        """Return the Lark expression that matches only `value`."""
         match value:
             case bool() | None:
                 return quoted({True: "true", False: "false", None: "null"}[value])
@@ -214,7 +214,7 @@ class _Values:
 
 
 def _joined(texts: Sequence[str]) -> list[str]:
-    """Return a list of expansions with commas between them."""
+    """Return a list of Lark expressions with commas between them."""
     found = list(texts[:1])
     for text in texts[1:]:
         found += ['","', text]

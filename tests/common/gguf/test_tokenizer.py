@@ -318,7 +318,7 @@ BAD: dict[str, tuple[bool, dict[str, Any], str]] = {
     "prefix": (True, {"add_space_prefix": True}, "add_space_prefix is true, which is not"),
     "separator": (True, {"add_sep_token": True}, "add_sep_token is true, which is not supported"),
     "no bos": (False, {"bos_token_id": None}, "has no tokenizer.ggml.bos_token_id: it must be"),
-    "unknown": (True, {"lowercase": True}, "lowercase (True) is not supported, and to ignore it"),
+    "unknown": (True, {"lowercase": True}, "lowercase (True) is not supported, and ignoring it"),
 }
 
 
