@@ -13,7 +13,7 @@ from training.tasks import FAMILIES
 
 _NUM_QUESTIONS = 48
 # A family without wrong answers keeps half of its weight.
-# With only a fifth of their weight, the models forgot stories and products.
+# When families kept only a fifth of their weight, the models forgot stories and products.
 _KEPT, _ADDED = 0.5, 2.0
 
 

@@ -16,7 +16,7 @@ from training.tasks import FAMILIES, Example, Message, Task
 from training.tasks.tools import FORCED_STARTS, training_conversation
 
 # The tokens of user messages have a small weight in the loss.
-# Predicting these tokens trains features that answers need.
+# Predicting the tokens of user messages trains features that answers need.
 # Only a random part of the tokens of user messages is used, to save the logits of the others.
 PROMPT_WEIGHT = 0.25
 _PROMPT_FRACTION = 0.25

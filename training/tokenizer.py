@@ -16,8 +16,8 @@ VOCAB_SIZE = 2048
 MAX_LENGTH = 2048
 # Each digit is a token of its own, so that a number always consists of the same tokens.
 # A space before a capitalized word is also a token of its own.
-# A name then has the same tokens after a space, after a quote and after a turn marker.
-# The model can therefore copy a name by copying tokens.
+# A name therefore has the same tokens after a space, after a quote and after a turn marker.
+# The model can copy a name by copying tokens, because the name always has the same tokens.
 _WORDS = Regex(r"\p{N}|\p{Lu}\p{Ll}*| ?\p{Ll}+| ?[^\s\p{L}\p{N}]+|\p{L}|\s")
 
 

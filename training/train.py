@@ -68,7 +68,7 @@ _REVIEW = Recipe(
 REVIEWS: tuple[Recipe, ...] = (replace(_REVIEW, course=1), replace(_REVIEW, course=2, minutes=10))
 SMALL_RECIPE = Recipe(steps=1400, minutes=8)
 # Conversations with tools are longer than others, so they make up about half of the tokens.
-# The rest of the tokens repeats the families without tools, so that they are not forgotten.
+# About half of the tokens repeat the families without tools, so that they are not forgotten.
 _TOOLS = replace(
     _REVIEW,
     course=3,
@@ -82,7 +82,7 @@ _TOOLS = replace(
     tools=0.45,
 )
 # The first recipe of the course with tools raises the errors in some other families.
-# The second and the third recipe train these families with higher `weights`.
+# The later recipes with tools give higher `weights` to families with many errors.
 _REPAIR = replace(
     _TOOLS,
     course=4,
@@ -117,7 +117,7 @@ TOOL_RECIPES: tuple[Recipe, ...] = (
     ),
 )
 # The final weights are the mean of the weights after the last two recipes.
-# With this mean, the model answers more questions than with the weights after one recipe.
+# With mean weights, the model answers more questions than with the weights after one recipe.
 NUM_AVERAGED = 2
 MINUTES = sum(recipe.minutes for recipe in (DEMO_RECIPE, *REVIEWS, SMALL_RECIPE, *TOOL_RECIPES))
 

@@ -36,7 +36,7 @@ def check_secret(metadata: CallMetadata, secret: str | None, refusal: str) -> No
         refusal: text of the error for a refused call.
 
     Raises:
-        CallError: UNAUTHENTICATED. The call is refused.
+        CallError: the secret is wrong or missing. The status is UNAUTHENTICATED.
     """
     shown = authorization_of(metadata) or ""
     if secret is not None and not hmac.compare_digest(

@@ -47,13 +47,13 @@ def _sum(rng: Random, a: int, b: int) -> Example:
 
 @family(weight=1.5)
 def addition(rng: Random) -> Example:
-    """Sums of two numbers below 100. No held-out pair occurs in training, in any wording."""
+    """Questions about sums of two numbers below 100. No held-out pair occurs in training."""
     return _sum(rng, rng.randint(0, 99), rng.randint(0, 99))
 
 
 @family(weight=2.2)
 def subtraction(rng: Random) -> Example:
-    """Differences of two numbers below 100. No held-out pair occurs in training."""
+    """Questions about differences of two numbers below 100. No held-out pair occurs in training."""
     b, a = sorted((rng.randint(0, 99), rng.randint(0, 99)))
     return Example(rng.choice(_SUBTRACT).format(a=a, b=b), f"{a} - {b} = {a - b}", f"{a}-{b}")
 
@@ -61,21 +61,21 @@ def subtraction(rng: Random) -> Example:
 # Few of the possible sums occur in training, so the model must learn to carry in general.
 @family(weight=3.0)
 def addition_large(rng: Random) -> Example:
-    """Sums of a number from 100 to 999 and a number below 1000. Held-out pairs are new."""
+    """Questions about sums of two numbers below 1000, one above 99. Held-out pairs are new."""
     a, b = rng.sample((rng.randint(100, 999), rng.randint(0, rng.choice((99, 999, 999)))), 2)
     return _sum(rng, a, b)
 
 
 @family(weight=0.7)
 def multiplication(rng: Random) -> Example:
-    """Products of numbers from 1 to 12. The facts are known, the held-out wordings are new."""
+    """Questions about products of two numbers up to 12: known facts in new wordings."""
     a, b = rng.randint(1, 12), rng.randint(1, 12)
     return Example(rng.choice(_MULTIPLY).format(a=a, b=b), f"{a} x {b} = {a * b}")
 
 
 @family(weight=0.7)
 def comparison(rng: Random) -> Example:
-    """The larger or the smaller of two numbers below 1000. Held-out pairs are new."""
+    """Questions about the larger or smaller of two numbers below 1000. Held-out pairs are new."""
     top = rng.choice((99, 999))
     a, b = rng.sample(range(top + 1), 2)
     word = rng.choice(("larger", "smaller"))

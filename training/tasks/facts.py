@@ -65,19 +65,19 @@ def _walk(rng: Random, names: list[str], unit: str, farthest: int) -> Example:
 
 @family(weight=0.6)
 def days(rng: Random) -> Example:
-    """The weekday 1 to 10 days before or after another. Facts are known, the wordings are new."""
+    """Questions about the weekday some days before or after another: known facts in new words."""
     return _walk(rng, DAYS, "day", 10)
 
 
 @family(weight=2.0)
 def months(rng: Random) -> Example:
-    """The month 1 to 6 months before or after another. Facts are known, the wordings are new."""
+    """Questions about the month some months before or after another: known facts in new words."""
     return _walk(rng, MONTHS, "month", 6)
 
 
 @family(weight=0.5)
 def units(rng: Random) -> Example:
-    """Conversions by a power of ten. No held-out count occurs in training, in any wording."""
+    """Questions about conversions by a power of ten. No held-out count occurs in training."""
     large, small, factor, top = rng.choice(_DECIMAL)
     return _conversion(
         rng, large, small, factor, rng.randint(1, rng.choice((9, 99, top))), keyed=True
@@ -86,7 +86,7 @@ def units(rng: Random) -> Example:
 
 @family(weight=0.4)
 def time_units(rng: Random) -> Example:
-    """Conversions of weeks, hours, dozens and so on. The facts are known, the wordings are new."""
+    """Questions about conversions of weeks, hours, dozens and so on: known facts in new words."""
     large, small, factor, top = rng.choice(_TABLED)
     return _conversion(rng, large, small, factor, rng.randint(1, top), keyed=False)
 

@@ -34,7 +34,7 @@ _COUNT = (
 )
 # Words that occur only in one place of one kind of question get similar embeddings.
 # The model would confuse words with similar embeddings in its answers.
-# Questions that copy the words in other contexts prevent this.
+# Questions that copy such words in other contexts keep the model from confusing them.
 COPIED = (*WORDS, *CITIES, *JOBS, *COLOURS, *NAMES)
 _LARGEST = (
     "What is the {word} number in this list: {items}?",
@@ -53,7 +53,7 @@ def _joined(items: list[int] | list[str]) -> str:
 
 @family(weight=1.5)
 def sort_numbers(rng: Random) -> Example:
-    """Three to six different numbers below 100, sorted in ascending or descending order."""
+    """Questions that ask to sort three to six different numbers below 100, in either order."""
     numbers = _numbers(rng, 3, 6)
     downwards = rng.random() < 0.4
     prompt = rng.choice(_DESCENDING if downwards else _ASCENDING).format(items=_joined(numbers))
@@ -63,7 +63,7 @@ def sort_numbers(rng: Random) -> Example:
 
 @family(weight=2.2)
 def sort_words(rng: Random) -> Example:
-    """Three to five words from a list of about 150 words, in alphabetical order."""
+    """Questions that ask to sort three to five words from a list of about 150 words."""
     words = rng.sample(WORDS, rng.randint(3, 5))
     prompt = rng.choice(_ALPHABET).format(items=_joined(words))
     return Example(prompt, _joined(sorted(words)), _joined(sorted(words)))
@@ -71,7 +71,7 @@ def sort_words(rng: Random) -> Example:
 
 @family(weight=1.5)
 def copy(rng: Random) -> Example:
-    """A text of words, invented names, codes and numbers, repeated character by character."""
+    """Questions that ask to repeat a text of words, invented names, codes and numbers exactly."""
     text = " ".join(_piece(rng) for _ in range(rng.randint(2, 9)))
     return Example(rng.choice(_COPY).format(text=text), text, text)
 
@@ -89,7 +89,7 @@ def _piece(rng: Random) -> str:
 
 @family(weight=0.7)
 def reverse(rng: Random) -> Example:
-    """Three to six words in reverse order."""
+    """Questions that ask to write three to six words in reverse order."""
     words = rng.sample(WORDS, rng.randint(3, 6))
     prompt = rng.choice(_REVERSE).format(items=_joined(words))
     return Example(prompt, _joined(words[::-1]), _joined(words))
@@ -97,7 +97,7 @@ def reverse(rng: Random) -> Example:
 
 @family(weight=0.3)
 def count(rng: Random) -> Example:
-    """The number of words in a list of two to nine words."""
+    """Questions about the number of words in a list of two to nine words."""
     words = rng.sample(WORDS, rng.randint(2, 9))
     prompt = rng.choice(_COUNT).format(items=_joined(words))
     return Example(prompt, f"There are {len(words)} words.", _joined(words))
@@ -105,7 +105,7 @@ def count(rng: Random) -> Example:
 
 @family(weight=0.7)
 def largest(rng: Random) -> Example:
-    """The largest or the smallest of three to seven numbers below 100."""
+    """Questions about the largest or the smallest of three to seven numbers below 100."""
     numbers = _numbers(rng, 3, 7)
     word = rng.choice(("largest", "smallest"))
     best = max(numbers) if word == "largest" else min(numbers)

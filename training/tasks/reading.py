@@ -68,15 +68,15 @@ def _all_recalled(rng: Random, count: int) -> list[Example]:
 
 @family(weight=0.9, drill=lambda rng: _all_recalled(rng, rng.randint(2, 8)))
 def recall(rng: Random) -> Example:
-    """One of two to eight facts given in the question. Training asks for no held-out fact."""
+    """Questions about one of two to eight given facts. Training asks for no held-out fact."""
     return _all_recalled(rng, rng.randint(2, 8))[0]
 
 
 # Training also uses short contexts, in which a model first learns to find one fact among a few.
-# The model can then learn to find one fact among many.
+# A model that can find one fact among a few can then learn to find one among many.
 @family(long=True, drill=lambda rng: _all_recalled(rng, rng.randint(8, 60)))
 def recall_long(rng: Random) -> Example:
-    """One of 20 to 60 facts given in the question, in a context of about 200 to 900 tokens."""
+    """Questions about one of 20 to 60 given facts, in a context of about 200 to 900 tokens."""
     return _all_recalled(rng, rng.randint(20, 60))[0]
 
 
@@ -125,7 +125,7 @@ def _extraction(rng: Random, text: str, wanted: dict[str, str | int]) -> Example
 
 @family(weight=1.2, drill=lambda rng: _extractions(rng, rng.randint(2, 5)))
 def json_extraction(rng: Random) -> Example:
-    """One to four fields of a short text about a person, as JSON in the requested order."""
+    """Questions for one to four fields of a short text about a person, as JSON in a given order."""
     return _extractions(rng, 1)[0]
 
 
@@ -135,7 +135,7 @@ _NAME_QUESTIONS = ("What is my name?", "Do you remember my name?", "Tell me my n
 
 @family(weight=0.4)
 def remember(rng: Random) -> Example:
-    """The user's name, which an earlier turn of the conversation contains."""
+    """Questions about the user's name, which an earlier turn of the conversation contains."""
     name = person(rng)
     introduction = (rng.choice(_INTRODUCE).format(name=name), f"Nice to meet you, {name}!")
     codes = tuple(rng.choice(_codes(rng, 1)) for _ in range(rng.randint(0, 1)))

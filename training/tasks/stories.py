@@ -134,7 +134,7 @@ def _pattern(choice: str, known: dict[str, str]) -> str:
 
 @family(weight=0.5, accepts=is_story)
 def story(rng: Random) -> Example:
-    """A story about the given animal, name and place. Every story of the grammar is correct."""
+    """Requests for a story about an animal, a name and a place. All stories of the grammar fit."""
     slots = _slots(rng)
     prompt = rng.choice(_PROMPTS).format(**slots)
     text = " ".join(rng.choice(choices) for choices in _GRAMMAR).format(**slots)

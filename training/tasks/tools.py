@@ -116,7 +116,7 @@ def entry(rng: Random, tools: tuple[Tool, ...]) -> Round:
     """Return a question about an entry that only the look-up knows."""
     key = _key(rng)
     # A lower-case key is always quoted, because the key follows a quote in the call as well.
-    # After a space instead of a quote, the key would be split into other tokens.
+    # If a key followed a space instead of a quote, it would be split into other tokens.
     is_quoted = key[0].islower() or rng.random() < 0.4
     prompt = rng.choice(_LOOK_UP).format(key=f'"{key}"' if is_quoted else key)
     is_missing = rng.random() < 0.08
@@ -234,19 +234,19 @@ def _parsed(text: str) -> object:
 
 @family(weight=1.2, accepts=is_call, tools=True)
 def calculator(rng: Random) -> Example:
-    """Calls of a calculator for numbers of up to six digits, with the question's expression."""
+    """Questions that need a call of a calculator, for numbers of up to six digits."""
     return calculation(rng, _offer_with(rng, CALCULATOR)).call
 
 
 @family(weight=1.2, accepts=is_call, tools=True)
 def lookup(rng: Random) -> Example:
-    """Calls of a look-up with a key of random characters or words, copied from the question."""
+    """Questions that need a look-up of a key: a code, a name, a number or some words."""
     return entry(rng, _offer_with(rng, LOOKUP)).call
 
 
 @family(tools=True)
 def tool_result(rng: Random) -> Example:
-    """An answer from the result of a `calculator` or `lookup` call."""
+    """Questions whose answer follows from the result of a `calculator` or `lookup` call."""
     name = rng.choice((CALCULATOR, LOOKUP))
     return ROUNDS[name](rng, _offer_with(rng, name)).answer
 
