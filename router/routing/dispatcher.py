@@ -1,8 +1,9 @@
 """The dispatcher of a router: converts events into commands for all requests and workers.
 
-`Dispatcher.handle` is the only entry point. `WorkerEventHandler` handles the messages of workers,
-`Placer` places queued requests, `RequestMigrator` moves placed requests, and a `RequestState` holds
-the state of one request. These classes are pure: they do no I/O and read no clock.
+`Dispatcher.handle` is the only entry point. `QueueAdmission` queues or refuses new requests,
+`Placer` places queued requests, `WorkerEventHandler` handles the messages of workers, `Failover`
+restarts the requests of lost workers, and `RequestMigrator` moves placed requests. A `RequestState`
+holds the state of one request. These classes are pure: they do no I/O and read no clock.
 """
 
 import math
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from penstock.common.worker_load import WorkerLoad
+from penstock.router.routing.counters import Counters
 from penstock.router.routing.decisions import DecisionListener
 from penstock.router.routing.events import (
     ChoiceStopped,
@@ -33,20 +35,22 @@ from penstock.router.routing.events import (
     WorkerUp,
     Yielded,
 )
+from penstock.router.routing.failover import Failover
 from penstock.router.routing.placement.cost_model import TransferCostModel
 from penstock.router.routing.placement.migration import RequestMigrator
-from penstock.router.routing.placement.placer import Placer, RecoveryThrottle, queued_request
+from penstock.router.routing.placement.placer import Placer, RecoveryThrottle
 from penstock.router.routing.placement.policy import Policy
 from penstock.router.routing.prefix_cache.cache_events import CacheEvents, CacheSnapshot
 from penstock.router.routing.prefix_cache.cache_feed import CacheFeed
 from penstock.router.routing.prefix_cache.prefix_index import PrefixIndex
+from penstock.router.routing.queue.admission import QueueAdmission
 from penstock.router.routing.queue.fair_queue import FairQueue
 from penstock.router.routing.queue.tenant_quotas import Amount
 from penstock.router.routing.queue.timeouts import DEADLINE_PASSED, RequestTimeouts
 from penstock.router.routing.request_state import Phase, RequestState, phase_of
 from penstock.router.routing.token_runs import TokenRun, append_runs
 from penstock.router.routing.transfer_peers import TransferPeers
-from penstock.router.routing.worker_events import Counters, WorkerEventHandler
+from penstock.router.routing.worker_events import WorkerEventHandler
 from penstock.router.routing.worker_registry import LivenessBounds, WorkerRegistry
 
 Commands: TypeAlias = list[Command]
@@ -114,8 +118,15 @@ class Dispatcher:
         self.cache_feed = CacheFeed(self.prefix_index)
         self._transfer_peers = TransferPeers()
         self._timeouts = RequestTimeouts(limits.no_worker_timeout_seconds)
+        self._admission = QueueAdmission(
+            self._queue, self._timeouts, self._placer.states, self._placer.reconcile
+        )
+        self.counters = Counters()
+        self._failover = Failover(self._registry, self._placer, self._timeouts, self.counters)
         components = self._registry, self._placer, self._migrator, self._queue, self._timeouts
-        self._worker_events = reports = WorkerEventHandler(*components, limits.max_gaps)
+        self._worker_events = reports = WorkerEventHandler(
+            *components, self._failover, self.counters, limits.max_gaps
+        )
         self._handlers: dict[type[Any], Callable[[Any, Commands, float], None]] = {
             RequestArrived: self._request_arrived,
             ClientDisconnected: self._client_disconnected,
@@ -177,30 +188,8 @@ class Dispatcher:
         elif request.deadline <= now:
             state.end(Status.DEADLINE, DEADLINE_PASSED, out)
         else:
-            self._queue_request(state, out, now)
+            self._admission.admit(state, out, now)
         self._placer.admit(state)
-
-    def _queue_request(self, state: RequestState, out: Commands, now: float) -> None:
-        """Make room for a new request in the queue, or refuse the request."""
-        entry = queued_request(state, is_requeued=False)
-        wait = self._queue.predicted_wait(entry)
-        if wait > self._queue.max_wait or now + wait >= state.request.deadline:
-            self._refuse(state, f"the wait in the queue would be about {wait:.1f} s", out, now)
-            return
-        displaced = self._queue.displaced_by(entry)
-        if displaced is None:
-            self._refuse(state, "the queue has no room for this request", out, now)
-            return
-        for request in displaced:
-            other = self._placer.states[request]
-            self._refuse(other, "the queue is full and your share is the largest", out, now)
-            self._placer.reconcile(other, out, now)
-        self._timeouts.add(state)
-
-    def _refuse(self, state: RequestState, reason: str, out: Commands, now: float) -> None:
-        """End a request that was never placed. The client may send the request again later."""
-        retry_after = self._queue.retry_after(queued_request(state, is_requeued=False), now)
-        state.end(Status.OVERLOADED, f"{reason}: try again later", out, retry_after)
 
     def _client_disconnected(self, event: ClientDisconnected, out: Commands, now: float) -> None:
         state = self._placer.states.get(event.request)
@@ -221,11 +210,11 @@ class Dispatcher:
         suspects, silent = self._registry.check_liveness(now)
         for view in silent:
             reason = f"silent for {now - view.last_received:.1f} seconds"
-            self._worker_events.close_stream(view, reason, out, now)
+            self._failover.close_stream(view, reason, out, now)
         for view in self._registry.find_stuck(self._placer.busy_since, now):
             seconds = now - view.last_progress
             reason = f"the worker responds, but has completed no step for {seconds:.1f} seconds"
-            self._worker_events.close_stream(view, reason, out, now)
+            self._failover.close_stream(view, reason, out, now)
         leaving = [view for view in self._registry.views() if view.draining or view.is_shedding]
         for view in (*suspects, *leaving):
             self._migrator.evacuate(view, out, now)
@@ -247,7 +236,7 @@ class Dispatcher:
 
     def _worker_lost(self, event: WorkerLost, out: Commands, now: float) -> None:
         self.cache_feed.worker_lost(event.worker)
-        self._worker_events.worker_lost(event, out, now)
+        self._failover.remove_worker(event.worker, out, now)
 
     def _cache_changed(self, event: CacheEvents, out: Commands, now: float) -> None:
         resync = self.cache_feed.apply_events(event, now)
@@ -311,11 +300,6 @@ class Dispatcher:
     def roles(self) -> Mapping[str, str]:
         """Roles that operators assigned, by worker name."""
         return self._registry.roles
-
-    @property
-    def counters(self) -> Counters:
-        """Totals since the start of the router."""
-        return self._worker_events.counters
 
     def phases(self) -> Counter[Phase]:
         """Return the number of requests in each phase."""

@@ -1,10 +1,9 @@
 """Handles worker events: updates requests and worker views, and creates the resulting commands."""
 
-from dataclasses import dataclass
 from typing import TypeAlias
 
+from penstock.router.routing.counters import Counters
 from penstock.router.routing.events import (
-    CloseStream,
     Command,
     Deliver,
     Draining,
@@ -16,10 +15,10 @@ from penstock.router.routing.events import (
     Rejected,
     RoleChanged,
     Stepped,
-    WorkerLost,
     WorkerUp,
     Yielded,
 )
+from penstock.router.routing.failover import Failover
 from penstock.router.routing.placement.migration import RequestMigrator
 from penstock.router.routing.placement.placer import Placer
 from penstock.router.routing.queue.fair_queue import FairQueue
@@ -32,17 +31,6 @@ from penstock.router.routing.worker_view import WorkerView, has_busy_peer
 Commands: TypeAlias = list[Command]
 
 
-@dataclass(slots=True)
-class Counters:
-    """Totals since the start of the router."""
-
-    num_failovers: int = 0  # number of requests that restarted because their worker was lost
-    num_transfers: int = 0  # number of completed KV transfers
-    num_transfers_failed: int = 0
-    num_gaps: int = 0
-    num_workers_lost: int = 0
-
-
 class WorkerEventHandler:
     """Handlers of worker events, which update requests and worker views, and append commands."""
 
@@ -53,6 +41,8 @@ class WorkerEventHandler:
         migrator: RequestMigrator,
         queue: FairQueue,
         timeouts: RequestTimeouts,
+        failover: Failover,
+        counters: Counters,
         max_gaps: int,
     ) -> None:
         self._registry = registry
@@ -61,40 +51,18 @@ class WorkerEventHandler:
         self._states = placer.states
         self._charge_output = queue.charge_output
         self._timeouts = timeouts
+        self._failover = failover
+        self._counters = counters
         self._max_gaps = max_gaps
-        self.counters = Counters()
 
     # -------------------------------------------------------------- workers
 
     def worker_up(self, event: WorkerUp, out: Commands, now: float) -> None:
         # A new stream has no requests, so remove the worker's old ones.
-        self._remove_worker(event.info.worker, out, now)
+        self._failover.remove_worker(event.info.worker, out, now)
         self._registry.add(event.info, event.load, now)
         self._timeouts.workers_changed(self._registry, now)
         self._placer.dirty = True
-
-    def worker_lost(self, event: WorkerLost, out: Commands, now: float) -> None:
-        self._remove_worker(event.worker, out, now)
-
-    def _remove_worker(self, worker: str, out: Commands, now: float) -> None:
-        view = self._registry.get(worker)
-        if view is None:
-            return
-        self.counters.num_workers_lost += 1
-        self._registry.remove(worker, now)
-        self._timeouts.workers_changed(self._registry, now)
-        for request in view.requests:
-            state = self._states[request]
-            if state.worker_lost(worker, out):
-                self.counters.num_failovers += state.status is None
-                self._placer.recover(state, out, now)
-            else:
-                self._placer.reconcile(state, out, now)
-
-    def close_stream(self, view: WorkerView, reason: str, out: Commands, now: float) -> None:
-        """Close the stream to a worker and treat the worker as lost."""
-        out.append(CloseStream(view.name, view.info.incarnation, reason, view.stuck))
-        self._remove_worker(view.name, out, now)
 
     def draining(self, event: Draining, out: Commands, now: float) -> None:
         view = self._touch(event.worker, now)
@@ -213,12 +181,14 @@ class WorkerEventHandler:
         self._placer.reconcile(state, out, now)
 
     def _on_gap(self, state: RequestState, view: WorkerView, out: Commands, now: float) -> None:
-        self.counters.num_gaps += 1
+        self._counters.num_gaps += 1
         view.num_gaps += 1
         state.fail_attempt(out)
         self._placer.reconcile(state, out, now)
         if view.num_gaps == self._max_gaps:
-            self.close_stream(view, f"tokens were missing {view.num_gaps} times", out, now)
+            self._failover.close_stream(
+                view, f"tokens were missing {view.num_gaps} times", out, now
+            )
 
     # -------------------------------------------------------------- KV transfer
 
@@ -248,7 +218,7 @@ class WorkerEventHandler:
     def received(self, event: Received, out: Commands, now: float) -> None:
         state = self._state_of(event, out, now)
         if state is not None and state.received(event.worker, event.attempt, event.epoch, out):
-            self.counters.num_transfers += 1
+            self._counters.num_transfers += 1
             if state.transfer is not None:
                 num_tokens, since = state.transfer
                 self._registry.transfer_costs.add(num_tokens, event.num_bytes, now - since)
@@ -259,7 +229,7 @@ class WorkerEventHandler:
         state = self._state_of(event, out, now)
         if state is not None:
             failed = state.failed(event.worker, event.attempt, out)
-            self.counters.num_transfers_failed += failed
+            self._counters.num_transfers_failed += failed
             self._placer.reconcile(state, out, now)
 
     def rejected(self, event: Rejected, out: Commands, now: float) -> None:

@@ -11,9 +11,9 @@ from penstock.router.routing.placement.demand import Demand
 from penstock.router.routing.placement.policy import Placement, Policy
 from penstock.router.routing.placement.prefix_knowledge import PrefixKnowledge
 from penstock.router.routing.prefix_cache.prefix_index import PrefixIndex
+from penstock.router.routing.queue.admission import queued_request
 from penstock.router.routing.queue.fair_queue import FairQueue
 from penstock.router.routing.queue.slo_order import prefill_capacity
-from penstock.router.routing.queue.tenant_queue import QueuedRequest
 from penstock.router.routing.queue.timeouts import why_too_late
 from penstock.router.routing.request_state import RequestState
 from penstock.router.routing.worker_registry import WorkerRegistry
@@ -331,18 +331,4 @@ def demand_of(
         tpot_slo_seconds,
         prefixes.cached_tokens(state.request, now),
         state.request.prompt_hashes,
-    )
-
-
-def queued_request(state: RequestState, is_requeued: bool) -> QueuedRequest:
-    """Return the properties of a request that the queue uses."""
-    request = state.request
-    return QueuedRequest(
-        request.id,
-        request.tenant,
-        request.priority,
-        len(request.prompt),
-        is_requeued,
-        state.arrived_at,
-        cost=request.num_sequences * (len(request.prompt) + request.max_tokens),
     )
