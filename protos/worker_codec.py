@@ -21,7 +21,7 @@ _EARLY_STOPPING_VALUES = {number: value for value, number in EARLY_STOPPING.item
 
 
 def encode_sampling_params(params: SamplingParams) -> pb.SamplingParams:
-    """Encode the parameters that `SamplingParams.for_worker` returned as a message."""
+    """Return the message for the parameters that `SamplingParams.for_worker` returned."""
     beams = None
     if params.use_beam_search:
         beams = pb.BeamSearch(

@@ -67,7 +67,8 @@ class LateWorkModel:
         if not passed:
             return 1
         usual = self._total / -(exp(-passed / MEMORY_SECONDS) - 1)
-        # Search downwards, because a size that is far too small records no late work.
+        # A pool that is far too small is never idle, so no late work is recorded for it. The search
+        # therefore starts at the largest size.
         sizes = range(len(self._late), 0, -1)
         largest = next(
             (size for size in sizes if self._late[size - 1] > max_late_fraction * usual), 0

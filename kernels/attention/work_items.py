@@ -69,7 +69,7 @@ class StepWork(NamedTuple):
     """
 
     few: Ints32  # [I, 5] items of sequences with few query rows
-    worker_starts: Ints32  # [W + 1] first item of each worker in `few`
+    worker_starts: Ints32  # [W + 1] index in `few` of each program's first item
     chunks: Ints32  # [J, 5] items of prefill chunks
     in_order: bool  # True: items of `chunks` compute their partitions in order (`one_path`)
     # [B, 2] each sequence's first partial row and number of partitions; 0: nothing to merge

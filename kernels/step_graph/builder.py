@@ -199,7 +199,10 @@ class GraphBuilder:
                 f"{params.num_kv_heads} KV heads"
             )
         if params.num_heads > MAX_GROUP * num_kv_heads:
-            raise UnsupportedGraph(f"{params.num_heads} query heads over {num_kv_heads} KV heads")
+            raise UnsupportedGraph(
+                f"more than {MAX_GROUP} query heads per KV head "
+                f"({params.num_heads} for {num_kv_heads} KV heads)"
+            )
         assert heads.width == (params.num_heads + 2 * num_kv_heads) * head_dim
         assert out.width == params.num_heads * head_dim
         scores, layer_size = params.scores, self._cache[0].numel()

@@ -69,7 +69,7 @@ _trial: ContextVar[tuple[str, Sizes] | None] = ContextVar("trial", default=None)
 
 
 def file_name(product: str) -> str:
-    """Return the name of the file of a product."""
+    """Return the name of the file with the tuned tiles of a GPU, given its product name."""
     return re.sub(r"[^A-Za-z0-9.-]+", "_", product) + ".json"
 
 

@@ -1,4 +1,4 @@
-"""Handlers of gRPC calls. They end calls with malformed messages or other errors with a status."""
+"""Handlers of gRPC calls. If a message is malformed, or an error occurs, the call gets a status."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable

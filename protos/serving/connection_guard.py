@@ -63,7 +63,7 @@ class ConnectionGuard:
         while not self._stop.wait(pause):
             began = time.thread_time()
             before = self._refused.total
-            with suppress(OSError):  # no descriptor is left: one may be at the next check
+            with suppress(OSError):  # without a free descriptor, the check cannot run this time
                 self._check()
             pause = 0.0 if self._refused.total > before else LOOK_SECONDS
             pause += PAUSE_PER_SECOND * (time.thread_time() - began)
@@ -108,7 +108,7 @@ class ConnectionGuard:
             self._known[_socket_inode(copy)] = network
 
     def _client_of(self, connection: socket.socket) -> str:
-        """Return the network of the port's client; "" if this is not a connection to the port."""
+        """Return the network of the client of a connection to the port; "" for any other socket."""
         if connection.family not in (socket.AF_INET, socket.AF_INET6):
             return ""
         try:

@@ -134,5 +134,5 @@ class OnlineStackMethod:
 
 
 def refuse_whole_stack() -> Tensor:
-    """Raise AssertionError; the `data` of a parameter that is loaded by pieces."""
+    """Raise AssertionError, because the parameter has no whole `data`: it is loaded by pieces."""
     raise AssertionError("this parameter is loaded by pieces")

@@ -45,8 +45,8 @@ def check_module(module: QuantizedModule) -> None:
         )
     if scheme.block_rows == 1 and size > 0 and module.inputs % size:
         raise BadCheckpoint(
-            f"{name} has {module.inputs} inputs, which groups of {size} (quantization_config) do "
-            "not divide: the files do not belong together"
+            f"{name} has {module.inputs} inputs, which is not a multiple of the group size {size} "
+            "in quantization_config: weights and config.json do not belong together"
         )
     word = module.per_word
     packed_inputs = scheme.storage in ("packed", "gptq")

@@ -98,7 +98,7 @@ def _alternate(
 
 
 def _figures(cell: Cell, taken: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Return quantiles over the rounds of each side's CPU µs per step, and of their ratio."""
+    """Return quantiles of each scheduler's CPU time per step, in µs, and of their ratio."""
     means = {name: [microseconds(cell, each) for each in taken[name]] for name in taken}
     medians = {
         name: [statistics.median(each["step_ns"]) / 1000 for each in taken[name]] for name in taken

@@ -265,7 +265,7 @@ class ResponsesRequest(ChatBody):
         )
 
     def _shown(self) -> Mapping[str, Any]:
-        """Return the fields that a response repeats."""
+        """Return the fields of the request that its response contains, too."""
         reasoning = self.reasoning
         text = self.text.shown() if self.text else {"format": PLAIN, "verbosity": "medium"}
         effort = None if reasoning is None else reasoning.effort

@@ -50,7 +50,10 @@ class Candidates(Protocol):
         ...
 
     def single_worker(self) -> WorkerView | None:
-        """Return the worker with room that should generate all answers of its machine, if any."""
+        """Return the worker that should generate all answers, or None.
+
+        There is such a worker if all workers share one machine, and one of them is faster alone.
+        """
         ...
 
     def colocated_worker(self, costs: DisaggregationPolicy) -> WorkerView | None:

@@ -133,7 +133,10 @@ async def test_connection_without_calls_is_closed(
 async def test_address_with_all_its_connections_does_not_keep_others_out(
     worker: RunningWorker, router: AttachedRouter
 ) -> None:
-    watch = (headers(1, "/grpc.health.v1.Health/Watch"), message(1, b""))  # stays open, no token
+    watch = (
+        headers(1, "/grpc.health.v1.Health/Watch"),
+        message(1, b""),
+    )  # This call needs no token and stays open.
     async with AsyncExitStack() as stack:
         opened = [
             await stack.enter_async_context(

@@ -174,8 +174,18 @@ def test_ranks_that_would_cut_a_group_are_refused_by_name(name: str, tmp_path: P
         (WeightScheme("awq", 4), 8, 7, "m has 7 inputs, not an even number"),
         (WeightScheme("awq", 4), 7, 8, "m has 7 outputs, not a multiple of 8"),
         (WeightScheme("gptq", 4), 8, 12, "m has 12 inputs, not a multiple of 8"),
-        (WeightScheme("mxfp4", 4, 32), 8, 48, "m has 48 inputs, which groups of 32"),
-        (WeightScheme("packed", 8, 16), 8, 24, "m has 24 inputs, which groups of 16"),
+        (
+            WeightScheme("mxfp4", 4, 32),
+            8,
+            48,
+            "m has 48 inputs, which is not a multiple of the group size 32",
+        ),
+        (
+            WeightScheme("packed", 8, 16),
+            8,
+            24,
+            "m has 24 inputs, which is not a multiple of the group size 16",
+        ),
     ],
 )
 def test_sizes_that_words_or_groups_do_not_divide_are_refused(

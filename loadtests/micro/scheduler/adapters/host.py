@@ -28,7 +28,7 @@ DRAWN = 7  # token id of every sampled token
 
 
 def drive(side: Any, cell: dict[str, Any]) -> dict[str, Any]:
-    """Bring a new scheduler into the initial state of the cell and measure its steps."""
+    """Bring a new scheduler into the initial state that `cell` describes, and measure its steps."""
     draw = random.Random(0)
     prefix = draw.choices(range(VOCAB), k=cell["shared"])
 
