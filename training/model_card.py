@@ -34,9 +34,10 @@ pipeline_tag: text-generation
 
 ## Held-out exact match
 
-Greedy answers to questions that do not occur in the training text: a keyed hash of each problem
-puts it on one side of the split. Where the table says that the facts are known, the problem is the
-wording: the facts are few and finite, and the model has seen each of them in another wording.
+The model answers questions that do not occur in the training text, with greedy decoding. A keyed
+hash of each question decides whether the question is used for training or is held out. Where the
+table says that the facts are known, only the wording of the question is new: the model has seen
+each of the few facts in another wording.
 `python -m training.evaluate {folder}` measures these numbers again.
 
 {rows}
