@@ -44,13 +44,13 @@ test: setup
 	@$(MAKE) --no-print-directory kernels
 
 LONG_TESTS = $(shell grep -rlE --include='test_*.py' 'mark\.long\b' tests)
-INTERPRETED_LONG_TESTS = $(filter tests/kernels/interpreted/%,$(LONG_TESTS))
 
 # The tests that `make test` leaves to CI.
 long: setup
-	$(BIN)/python -m pytest -q -n 3 --dist worksteal -m long \
-	  $(filter-out $(INTERPRETED_LONG_TESTS),$(LONG_TESTS))
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 -m long $(INTERPRETED_LONG_TESTS)
+	$(BIN)/python -m pytest -q -n 3 --dist worksteal -m "long and not cluster and not interpreted" \
+	  $(LONG_TESTS)
+	$(BIN)/python -m pytest -q -m "long and cluster" $(LONG_TESTS)
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 -m "long and interpreted" $(LONG_TESTS)
 
 # Random and malformed requests to a router, in two processes. ARGS: --inputs N, --seed N.
 fuzz: setup

@@ -9,8 +9,9 @@ product modulo 2^64.)
 
 The data is hashed in two levels: each chunk of CHUNK words with the same numbers, which stay in the
 cache of a CPU core, then the chunks' hashes with other numbers. Last, the number of bytes times a
-constant is added. Each level misses a change with a probability of about 2^-63, so the checksum
-misses it with about 2^-62. It protects against faults, not against forgery.
+constant is added. The probability that a change is missed is about 2^-63 for most changes. It is
+largest, about 2^-32, if two words of a chunk differ in bit 31 only, or in bit 63 only. The checksum
+protects against faults, not against forgery.
 
 All devices compute the same checksum, because an integer sum does not depend on the order of its
 terms.
@@ -76,9 +77,10 @@ def sum_words(words: Tensor, weights: Tensor, chunk_weights: Tensor) -> Tensor:
         check_contiguous("words", words)
         check_contiguous("weights", weights)
         check_contiguous("chunk_weights", chunk_weights)
-        least = num_chunks(len(words)) + 1
-        if len(chunk_weights) < least:
-            raise ValueError(f"chunk_weights: at least {least} expected, not {len(chunk_weights)}")
+    least = num_chunks(len(words)) + 1
+    if len(chunk_weights) < least:
+        raise ValueError(f"chunk_weights: at least {least} expected, not {len(chunk_weights)}")
+    if use_triton(words):
         return sum_words_triton(words, weights, chunk_weights)
     if words.device.type == "cpu" and has_numba():
         arrays = words.numpy(), weights.numpy(), chunk_weights.numpy()

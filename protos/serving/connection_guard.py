@@ -22,7 +22,7 @@ DESCRIPTORS = "/proc/self/fd"
 """Folder with an entry for each open file descriptor of this process."""
 
 LOOK_SECONDS = 0.25
-"""Pause between two checks. After a refusal there is none, so a client cannot refill the port."""
+"""Pause between two checks. After a refusal it is left out, to make it hard to refill the port."""
 
 PAUSE_PER_SECOND = 10.0
 """Additional pause per second of CPU time of a check, which bounds the share of a core it uses."""
@@ -98,6 +98,9 @@ class ConnectionGuard:
             os.close(copy)
             return
         with connection:
+            inode = _socket_inode(copy)
+            if inode in self._known:  # the number now belongs to another socket, a counted one
+                return
             network = self._client_of(connection)
             if network and num_open[network] >= self._max_per_address:
                 self._refused.add(network)
@@ -105,7 +108,7 @@ class ConnectionGuard:
                     connection.shutdown(socket.SHUT_RDWR)
                 network = ""
             num_open[network] += 1
-            self._known[_socket_inode(copy)] = network
+            self._known[inode] = network
 
     def _client_of(self, connection: socket.socket) -> str:
         """Return the network of the client of a connection to the port; "" for any other socket."""

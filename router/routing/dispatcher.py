@@ -71,7 +71,7 @@ class DispatcherLimits:
     max_queued: int = 1024  # requests that were never placed on a worker
     max_queued_tokens: int = 4_000_000  # prompt tokens of requests that were never placed
     max_queued_cost: int = 32_000_000  # prompt and answer tokens of requests that were never placed
-    # Longest expected time in the queue at which a request is accepted.
+    # Requests that would wait longer in the queue, or have waited longer, are refused.
     max_wait_seconds: float = math.inf
     # SLO on the time to first token; 0 orders prompts by arrival (see `slo_order`).
     ttft_slo_seconds: float = 0.0

@@ -25,7 +25,7 @@ from tests.fuzz.target import Target
 from tests.fuzz.values import Values, messages_of, objects_of
 from tests.support.served_router import until
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.slow
 
 NUM_DRAWN = 60
 QUICK = settings(max_examples=NUM_DRAWN, database=None, suppress_health_check=list(HealthCheck))
@@ -52,6 +52,7 @@ def problem_of(input_: Input) -> str:
 # ------------------------------------------------------------ the run itself
 
 
+@pytest.mark.long
 def test_small_run_has_no_problem_and_reaches_answers() -> None:
     result = run(300, 5)
     assert result.problem == ""
@@ -60,6 +61,7 @@ def test_small_run_has_no_problem_and_reaches_answers() -> None:
     assert any(name.endswith(" OK") for name in result.reached)
 
 
+@pytest.mark.long
 def test_run_finds_a_handler_that_raises_for_one_field(monkeypatch: pytest.MonkeyPatch) -> None:
     original = CompletionRequest.check
 
@@ -76,6 +78,7 @@ def test_run_finds_a_handler_that_raises_for_one_field(monkeypatch: pytest.Monke
     assert problem_of(result.failing) == ""
 
 
+@pytest.mark.long
 def test_run_finds_a_request_that_is_not_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.fuzz.target.STALL_SECONDS", 2.0)
     monkeypatch.setattr(Frontend, "_cancel", lambda frontend, requests: None)
@@ -87,6 +90,7 @@ def test_run_finds_a_request_that_is_not_cancelled(monkeypatch: pytest.MonkeyPat
     assert result.failing.ending in ("close", "cancel")
 
 
+@pytest.mark.long
 def test_memory_that_is_not_given_back_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.fuzz.run.MAX_GROWTH", 32 << 20)
     monkeypatch.setattr("tests.fuzz.run.PART", 20)

@@ -105,7 +105,7 @@ def node_name() -> str:
     """Return a name that two processes have in common only if they can share memory."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     if not boot.exists():
-        # this name is unique, because the shared-memory ring needs Linux
+        # Shared memory is used on Linux only, so no other process of this machine has this name.
         return f"process {os.getpid()}"
     return f"{boot.read_text().strip()} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"
 

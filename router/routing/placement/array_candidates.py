@@ -194,8 +194,7 @@ class ArrayCandidates:
         values.fill(value(0))
         for depth, holders in cached.levels:
             those, one = holders & group.mask, value(depth * cached.unit)
-            # All workers of the group have at least these cached tokens.
-            if those.bit_count() == num:
+            if those.bit_count() == num:  # all workers of the group have these cached tokens
                 values.fill(one)
             elif those.bit_count() <= FEW_WORKERS:
                 for slot in bits(those):

@@ -7,7 +7,7 @@ have several addresses.
 import os
 import socket
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from types import SimpleNamespace
@@ -207,3 +207,21 @@ async def test_sockets_are_searched_only_with_more_descriptors_than_the_bound(
         assert not served.refused.total
         counts.append(MAX_PER_ADDRESS + 1)
         await until(lambda: served.refused.total == MAX_CONNECTIONS - MAX_PER_ADDRESS)
+
+
+async def test_reused_number_of_a_counted_socket_is_not_counted_again() -> None:
+    """A descriptor may be closed after it was listed, and its number reused by another guard."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    refused = RefusedConnections("test")
+    guard = ConnectionGuard(listener.getsockname()[1], 1, refused)
+    guard.close()  # this test makes the checks
+    with listener, socket.create_connection(listener.getsockname()) as client:
+        served, _ = listener.accept()
+        with served:
+            num_open: Counter[str] = Counter()
+            guard._admit(served.fileno(), num_open)
+            guard._admit(served.dup().detach(), num_open)
+            assert num_open == {"127.0.0.1": 1}
+            assert refused.total == 0
+            served.sendall(b"open")
+            assert client.recv(4) == b"open"
