@@ -158,8 +158,8 @@ async def test_connections_of_the_process_to_others_and_other_ports_are_not_coun
             stack.enter_context(other.accept()[0])
             client.setblocking(False)
         await served.check_other_address()
-        await served.fill(stack)
-        await until(lambda: served.refused.total == MAX_CONNECTIONS - MAX_PER_ADDRESS)
+        # gRPC may still count the connection of the other address, and then closes one of these.
+        await closed_ones(await served.fill(stack), MAX_CONNECTIONS - MAX_PER_ADDRESS)
         with pytest.raises(BlockingIOError):
             client.recv(1)
 
