@@ -84,7 +84,7 @@ class Serving:
     def processes(self) -> list[psutil.Process]:
         """Return the live processes of this run, including orphans."""
         found = (each for each in psutil.process_iter() if self._owns(each))
-        return [each for each in found if _is_alive(each)]
+        return [each for each in found if is_alive(each)]
 
     def _owns(self, process: psutil.Process) -> bool:
         with suppress(psutil.Error):
@@ -156,7 +156,8 @@ def is_open(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def _is_alive(process: psutil.Process) -> bool:
+def is_alive(process: psutil.Process) -> bool:
+    """Return whether a process runs. A killed process is a zombie until its parent has noticed."""
     with suppress(psutil.NoSuchProcess):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False

@@ -16,6 +16,7 @@ from penstock.loadtests.comparison.routers.rounds import Rounds, Work
 from penstock.loadtests.comparison.routers.routers import PEERS, Router
 from penstock.loadtests.comparison.routers.stubs import stub
 from penstock.loadtests.micro.ab_runner import MeasurementFailed
+from tests.support.serving import is_alive
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
 
@@ -73,7 +74,7 @@ async def test_rounds_measure_all_targets_and_leave_no_process() -> None:
         trees = [each for target in rounds.targets for each in process_tree(target.pid)]
         assert len(trees) >= 4  # the forwarder is a child of its adapter
         samples = [await rounds.run(number, lines.append) for number in range(2)]
-    assert not [each for each in trees if each.is_running()]
+    assert not [each for each in trees if is_alive(each)]
     for round_ in samples:
         assert list(round_) == [DIRECT, "penstock", "fake"]
         assert all(sample.writes_per_token > 0 for sample in round_.values())
@@ -102,4 +103,4 @@ async def test_installed_router_forwards_every_token_in_an_event_of_its_own(rout
             (await read_streams(target.address, 4, 20)).check(20)
             tree = process_tree(target.pid)
     psutil.wait_procs(tree, timeout=10.0)
-    assert not [each for each in tree if each.is_running()]
+    assert not [each for each in tree if is_alive(each)]
