@@ -292,7 +292,7 @@ def _start(number: int, options: Options, folder: Path) -> "subprocess.Popen[byt
 def _wait(processes: Sequence["subprocess.Popen[bytes]"], ends: float, folder: Path) -> list[str]:
     """Wait for the ranks and return the failures.
 
-    If one rank fails, the other one is soon killed.
+    If one rank fails, the other one is killed after `LOST_SECONDS`.
     """
     failed = False
     while any(process.poll() is None for process in processes) and time.monotonic() < ends:

@@ -108,10 +108,10 @@ def is_story(example: Example, text: str) -> bool:
 
 
 def _derives(lines: Sequence[Sequence[str]], text: str, known: dict[str, str]) -> bool:
-    """Return True if `text` consists of one alternative from each of `lines`.
+    """Return True if choosing one alternative of each line in `lines` can give `text`.
 
     Args:
-        known: values of slots that are already known, by name.
+        known: values of the slots that earlier lines have filled, by name of the slot.
     """
     if not lines:
         return not text

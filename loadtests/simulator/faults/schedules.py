@@ -208,7 +208,7 @@ def _request(seed: int, number: int, num_routers: int) -> RequestPlan:
         if rng.random() < 0.25
         else float("inf"),
         leaves_moving=rng.choice((0.01, 0.1, 0.4)) if rng.random() < 0.15 else float("inf"),
-        # A request with several choices cannot resume, since it cannot state which have ended.
+        # A client cannot resume several choices, since it cannot tell the router which have ended.
         resumes=rng.random() < 0.7 and num_choices == 1,
     )
 

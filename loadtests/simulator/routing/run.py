@@ -26,7 +26,7 @@ class Prompt:
 
     at: float  # seconds
     num_tokens: int
-    blocks: Sequence[int]  # ids of the full blocks; prefixes with equal ids are equal
+    blocks: Sequence[int]  # ids of the prompt's full blocks; equal ids mean equal tokens
 
 
 @dataclass(frozen=True, slots=True)
