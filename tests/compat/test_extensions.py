@@ -7,8 +7,8 @@ import openai
 import pytest
 
 from penstock.router.config import RouterConfig
-from penstock.router.routing.events import Event, RequestArrived
 from tests.support.openai_client import HELLO, connect, message_of
+from tests.support.priorities import spy_priorities
 from tests.support.served_router import Served, serving
 from tests.support.stub_worker import StubWorker
 
@@ -18,15 +18,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 async def test_priority_reaches_the_queue(
     client: Any, served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    frontend, found = served.router.frontend, list[int]()
-    post = frontend.post
-
-    def record(event: Event) -> None:
-        if isinstance(event, RequestArrived):
-            found.append(event.request.priority)
-        post(event)
-
-    monkeypatch.setattr(frontend, "post", record)
+    found = spy_priorities(served, monkeypatch)
     for priority in (-7, None, 3):
         more = {"priority": priority}
         await client.completions.create(model="stub", prompt="x", max_tokens=1, extra_body=more)

@@ -7,9 +7,9 @@ import pytest
 
 from penstock.protos import inference_pb2, inference_pb2_grpc
 from penstock.router.config import RouterConfig
-from penstock.router.routing.events import Event, RequestArrived
 from tests.support.openai_errors import check_form
-from tests.support.served_router import Served, serving
+from tests.support.priorities import spy_priorities
+from tests.support.served_router import serving
 from tests.support.stub_worker import StubWorker
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -17,20 +17,6 @@ BODIES = {
     COMPLETIONS: {"prompt": "hi", "max_tokens": 1},
     CHAT: {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1},
 }
-
-
-def watch(served: Served, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list to which the priority of each request of the dispatcher is added."""
-    frontend, priorities = served.router.frontend, list[int]()
-    post = frontend.post
-
-    def spy(event: Event) -> None:
-        if isinstance(event, RequestArrived):
-            priorities.append(event.request.priority)
-        post(event)
-
-    monkeypatch.setattr(frontend, "post", spy)
-    return priorities
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
@@ -41,7 +27,7 @@ async def test_http_priority_reaches_the_queue(
         serving(config, StubWorker()) as served,
         httpx.AsyncClient(base_url=served.url, timeout=30) as http,
     ):
-        priorities = watch(served, monkeypatch)
+        priorities = spy_priorities(served, monkeypatch)
         for priority in (-7, None, 3):
             response = await http.post(path, json={**BODIES[path], "priority": priority})
             assert response.status_code == 200
@@ -67,7 +53,7 @@ async def test_grpc_priority_reaches_the_queue(
         serving(config, StubWorker()) as served,
         grpc.aio.insecure_channel(served.router.grpc_address) as channel,
     ):
-        priorities = watch(served, monkeypatch)
+        priorities = spy_priorities(served, monkeypatch)
         stub = inference_pb2_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]
         sampling = inference_pb2.Sampling(max_tokens=1)
         request = inference_pb2.GenerateRequest(text="hi", sampling=sampling, priority=-7)
