@@ -173,12 +173,14 @@ class Sampler:
         shaped, finite = logits, None
         is_modified = params["modified"].any()
         if masks is not None or len(beams) or is_modified:
-            finite = finite_rows(logits).cpu().numpy()
             shaped = self._writable(logits, beams, params)
+            if len(beams) or is_modified or self._device.type != "cpu":
+                finite = finite_rows(logits).cpu().numpy()
             if is_modified:
                 self._modify_(shaped, rows, params, history)
         if masks is not None:
-            _apply_masks_(shaped, masks)
+            unmasked_finite = _apply_masks_(shaped, masks)
+            finite = unmasked_finite if finite is None else finite
             # the masks of these rows allow only one token
             params["temperature"][masks.at[masks.is_single]] = 0.0
         tokens, finite = self._sample_rows(shaped, finite, params, indices, others)
@@ -340,13 +342,17 @@ class Sampler:
         return put(array.copy(), self._device)
 
 
-def _apply_masks_(logits: Tensor, masks: StepMasks) -> None:
-    """Exclude tokens from the masked rows of logits, in place."""
+def _apply_masks_(logits: Tensor, masks: StepMasks) -> Bools | None:
+    """Exclude tokens from the masked rows of logits [S, V], in place.
+
+    On a CPU, return [S]: True for rows without NaN and Inf before this. On other devices, return
+    None.
+    """
     if logits.device.type == "cpu":
-        apply_host_masks_(logits, masks.at, masks.words)
-        return
+        return apply_host_masks_(logits, masks.at, masks.words)
     at, words = put(masks.at, logits.device), put(masks.words, logits.device)
     apply_token_mask_(logits, at, words)
+    return None
 
 
 def _penalize_(
