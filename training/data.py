@@ -17,7 +17,7 @@ from training.tasks.tools import FORCED_STARTS, training_conversation
 
 # The tokens of user messages have a small weight in the loss.
 # Predicting the tokens of user messages trains features that answers need.
-# Only a random part of the tokens of user messages is used, to save the logits of the others.
+# Only a random part of them is used, to avoid computing the logits of the others.
 PROMPT_WEIGHT = 0.25
 _PROMPT_FRACTION = 0.25
 _FULL_LENGTH = 16
@@ -171,7 +171,7 @@ class BatchMaker:
         return weights
 
     def _forced_length(self, answer: list[int]) -> int:
-        """Return the number of tokens at the start of an answer that a grammar forces."""
+        """Return how many tokens at the start of an answer are forced by a grammar."""
         return max(len(start) for start in (*self._forced, []) if answer[: len(start)] == start)
 
     def _prompt_weights(self, length: int) -> list[float]:
@@ -193,7 +193,7 @@ def _casual(prompt: str) -> str:
 def _index(tokens: list[int], wanted: int, start: int) -> int:
     """Return the index of the first token `wanted` at or after `start`.
 
-    If `tokens` has no such token, return the last index.
+    If `wanted` does not occur there, return the last index of `tokens`.
     """
     try:
         return tokens.index(wanted, start)

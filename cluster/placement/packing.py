@@ -163,7 +163,7 @@ class _TopologySearch:
         Try 2 or more values, but not all of them. Return None if this is not possible.
         """
         # Bisect, because nodes with more label values nearly always have room for more workers.
-        # Not all label values are tried together, because that would give no locality.
+        # The range excludes the set of all label values, which would give no locality.
         numbers = range(2, len(self._values))
         at = bisect_left(
             numbers, True, key=lambda number: self._attempt(goal, self._values[:number]) is not None

@@ -113,7 +113,10 @@ class ActorHandle:
             return await getattr(self._actor, method).remote(*arguments)
 
     async def drain(self, seconds: float) -> None:
-        """Drain the hosted router or worker, which takes little more than `seconds` at most."""
+        """Drain the hosted router or worker.
+
+        Wait for the end of the drain for at most `seconds` + `DRAIN_REPLY_SECONDS`.
+        """
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds + DRAIN_REPLY_SECONDS):
                 await self.call("drain", seconds)

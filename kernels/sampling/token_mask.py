@@ -34,7 +34,10 @@ def apply_token_mask_(logits: Tensor, rows: Tensor, words: Tensor) -> None:
     check("rows", rows, ("M",), (torch.int64,), like=logits)
     check("words", words, (len(rows), "W"), (torch.int32,), like=logits)
     if words.shape[1] * BITS < logits.shape[1]:
-        raise ValueError(f"words: a bit for each of {logits.shape[1]} tokens expected")
+        raise ValueError(
+            f"words: a bit for each of {logits.shape[1]} tokens expected, not "
+            f"{words.shape[1] * BITS} bits"
+        )
     if use_triton(logits):
         apply_token_mask_triton_(logits, rows, words)
     elif logits.device.type == "cpu" and has_numba() and logits.is_contiguous():
@@ -61,7 +64,10 @@ def apply_host_masks_(
             apply_token_mask_(logits, torch.from_numpy(rows), torch.from_numpy(words))
         return finite
     if words.shape[1] * BITS < logits.shape[1] or len(words) != len(rows):
-        raise ValueError(f"words: {len(rows)} masks for {logits.shape[1]} tokens expected")
+        raise ValueError(
+            f"words: {len(rows)} masks for {logits.shape[1]} tokens expected, not {len(words)} of "
+            f"{words.shape[1] * BITS} bits"
+        )
     finite = np.empty(len(logits), np.bool_)
     _cpu_kernels().apply_token_mask(logits.numpy(), rows, words, finite)
     return finite

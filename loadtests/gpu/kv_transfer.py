@@ -45,8 +45,8 @@ def kv_cache(device: torch.device, small: bool, seed: int) -> torch.Tensor:
     """Return a random KV cache: [layers, 2, blocks, heads, block_size, head_dim] float16.
 
     The values depend on the seed, but not on the device. Only one layer is random, because making
-    gigabytes of random values on the host takes long. Every other layer differs from it in all
-    values.
+    gigabytes of random values on the host takes long. Each of the remaining layers is computed from
+    it on the device and differs from it in every value.
     """
     layers, heads, block_size, head_dim, num_blocks = SMALL if small else FULL
     shape = (1, 2, num_blocks, heads, block_size, head_dim)

@@ -56,7 +56,10 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Medians of CPU time in microseconds, and index bytes per (block, worker) pair."""
+    """CPU times in microseconds, and the bytes of the index per (block, worker) pair.
+
+    The times are medians, except for the two percentiles of `decision`.
+    """
 
     workers: int
     decision: float

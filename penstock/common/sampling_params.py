@@ -263,17 +263,15 @@ class SamplingParams:
 def check_token_ids(name: str, tokens: Collection[int], vocab_size: int) -> None:
     """Raise `InvalidParameterError` for parameter `name` if a token is not in the vocabulary."""
     if tokens and not (min(tokens) >= 0 and max(tokens) < vocab_size):
+        wrong = min(tokens) if min(tokens) < 0 else max(tokens)
         raise InvalidParameterError(
-            f"{name} holds token ids outside the vocabulary (0 to {vocab_size - 1})", name
+            f"{name} holds token ids outside the vocabulary (0 to {vocab_size - 1}): {wrong}", name
         )
 
 
 def check_bad_words(words: Sequence[str], limits: SamplingLimits) -> None:
     """Raise `InvalidParameterError` if a word of `bad_words` is invalid before tokenization."""
-    if len(words) > limits.max_bad_words:
-        raise InvalidParameterError(
-            f"bad_words takes at most {limits.max_bad_words} words", "bad_words"
-        )
+    _check_size("bad_words", len(words), limits.max_bad_words, "words")
     if any(not word.strip() or len(word) > limits.max_bad_word_chars for word in words):
         raise InvalidParameterError(
             f"a word of bad_words must have 1 to {limits.max_bad_word_chars} characters, "
@@ -282,25 +280,34 @@ def check_bad_words(words: Sequence[str], limits: SamplingLimits) -> None:
         )
 
 
-def _check_count(name: str, value: int, low: int, high: int) -> None:
+def _check_count(name: str, value: int | None, low: int, high: int) -> None:
+    if value is not None and not low <= value <= high:
+        raise InvalidParameterError(
+            f"{name} must be a whole number from {low} to {high}, not {value}", name
+        )
+
+
+def _check_number(name: str, value: float, low: float, high: float) -> None:
     if not low <= value <= high:
-        raise InvalidParameterError(f"{name} must be a whole number from {low} to {high}", name)
+        raise InvalidParameterError(
+            f"{name} must be a number from {low:g} to {high:g}, not {value}", name
+        )
+
+
+def _check_size(name: str, size: int, most: int, unit: str) -> None:
+    if size > most:
+        raise InvalidParameterError(f"{name} takes at most {most} {unit}, not {size}", name)
 
 
 def _check_ranges(params: SamplingParams, limits: SamplingLimits) -> None:
     for name, (low, high) in RANGES.items():
-        if not low <= getattr(params, name) <= high:
-            raise InvalidParameterError(f"{name} must be a number from {low:g} to {high:g}", name)
+        _check_number(name, getattr(params, name), low, high)
     _check_count("top_k", params.top_k, -1, 2**31 - 1)
     _check_count("n", params.n, 1, limits.max_choices)
-    if params.best_of is not None:
-        _check_count("best_of", params.best_of, params.n, limits.max_choices)
-    if params.seed is not None:
-        _check_count("seed", params.seed, -(2**63), UINT64_MAX)
-    if params.logprobs is not None:
-        _check_count("logprobs", params.logprobs, 0, limits.max_logprobs)
-    if params.prompt_logprobs is not None:
-        _check_count("prompt_logprobs", params.prompt_logprobs, 0, limits.max_logprobs)
+    _check_count("best_of", params.best_of, params.n, limits.max_choices)
+    _check_count("seed", params.seed, -(2**63), UINT64_MAX)
+    _check_count("logprobs", params.logprobs, 0, limits.max_logprobs)
+    _check_count("prompt_logprobs", params.prompt_logprobs, 0, limits.max_logprobs)
 
 
 def _check_token_lists(params: SamplingParams, limits: SamplingLimits, vocab_size: int) -> None:
@@ -309,10 +316,7 @@ def _check_token_lists(params: SamplingParams, limits: SamplingLimits, vocab_siz
         ("logit_bias", params.logit_bias, limits.max_logit_bias),
     )
     for name, tokens, most in lists:
-        if len(tokens) > most:
-            raise InvalidParameterError(
-                f"{name} takes at most {most} entries, not {len(tokens)}", name
-            )
+        _check_size(name, len(tokens), most, "entries")
         check_token_ids(name, tokens, vocab_size)
     if any(not abs(value) <= MAX_LOGIT_BIAS for value in params.logit_bias.values()):
         raise InvalidParameterError(
@@ -331,7 +335,7 @@ def _check_token_choice(params: SamplingParams, limits: SamplingLimits, vocab_si
     for word in words:
         if not 0 < len(word) <= most:
             raise InvalidParameterError(
-                f"a word of bad_words must have 1 to {most} tokens", "bad_words"
+                f"a word of bad_words must have 1 to {most} tokens, not {len(word)}", "bad_words"
             )
         check_token_ids("bad_words", word, vocab_size)
     allowed = params.allowed_token_ids
@@ -365,10 +369,7 @@ def _check_beam_search(params: SamplingParams, limits: SamplingLimits) -> None:
         raise InvalidParameterError(
             "use_beam_search supports stop_token_ids but not stop strings: leave out stop", "stop"
         )
-    most = MAX_LENGTH_PENALTY
-    if not -most <= params.length_penalty <= most:
-        name = "length_penalty"
-        raise InvalidParameterError(f"{name} must be a number from {-most:g} to {most:g}", name)
+    _check_number("length_penalty", params.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
     if params.early_stopping not in EARLY_STOPPING:
         raise InvalidParameterError(
             'early_stopping must be true, false or "never"', "early_stopping"
@@ -383,8 +384,7 @@ def _check_beam_search(params: SamplingParams, limits: SamplingLimits) -> None:
 
 
 def _check_stop_strings(params: SamplingParams, limits: SamplingLimits) -> None:
-    if len(params.stop) > limits.max_stop_strings:
-        raise InvalidParameterError(f"stop takes at most {limits.max_stop_strings} strings", "stop")
+    _check_size("stop", len(params.stop), limits.max_stop_strings, "strings")
     if any(not 0 < len(stop) <= limits.max_stop_chars for stop in params.stop):
         raise InvalidParameterError(
             f"a stop string must have 1 to {limits.max_stop_chars} characters", "stop"

@@ -31,11 +31,13 @@ class ThinkingBudget:
         """Raise `InvalidParameterError` if a value of the budget is out of range."""
         if not 0 <= self.num_tokens <= MAX_BUDGET:
             raise InvalidParameterError(
-                f"{NAME} must be a whole number from 0 to {MAX_BUDGET}", NAME
+                f"{NAME} must be a whole number from 0 to {MAX_BUDGET}, not {self.num_tokens}", NAME
             )
         if len(self.start) > MAX_START_TOKENS:
             raise InvalidParameterError(
-                f"the start of reasoning may have at most {MAX_START_TOKENS} tokens", NAME
+                f"the start of reasoning may have at most {MAX_START_TOKENS} tokens, not "
+                f"{len(self.start)}",
+                NAME,
             )
         if not all(0 <= token < vocab_size for token in (self.end, *self.start)):
             raise InvalidParameterError(

@@ -61,7 +61,10 @@ class CallHandlers:
     def streaming(
         self, kind: type[Message], method: Callable[[Any, Context], Awaitable[None]]
     ) -> grpc.RpcMethodHandler:
-        """Return the handler of a method with one request, whose replies `method` writes."""
+        """Return the handler of an RPC with one request and a stream of replies.
+
+        `method` writes the replies.
+        """
 
         async def stream(requests: AsyncIterator[bytes], context: Context) -> None:
             try:

@@ -84,7 +84,9 @@ class Explainer:
             if status is not grpc.StatusCode.NOT_FOUND
         )
         if names:
-            raise ServingError(Code.UNAVAILABLE, f"these routers do not answer: {names}: try again")
+            raise ServingError(
+                Code.UNAVAILABLE, f"no answer from these routers: {names}. Try again"
+            )
         raise ServingError(
             Code.NOT_FOUND,
             f"the request {request_id[:80]!r} is unknown: its explanation is no longer kept, or "

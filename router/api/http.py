@@ -314,7 +314,10 @@ async def read_body(request: Request, bounds: RequestBounds, has_arrived: bool =
     """
     kind = (header_of(request.scope, b"content-type") or "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        raise invalid("send JSON, with the header 'Content-Type: application/json'")
+        raise invalid(
+            f"the content type is {kind[:80]!r}: send JSON, with the header 'Content-Type: "
+            "application/json'"
+        )
     too_large = ServingError(
         Code.TOO_LARGE, f"the body is larger than {bounds.max_body_bytes} bytes"
     )

@@ -145,7 +145,10 @@ class RequestAdmission:
         if request.timeout is None:
             return self._config.timeout
         if not (request.timeout > 0 and math.isfinite(request.timeout)):
-            raise invalid("the timeout must be a positive number of seconds", "timeout")
+            raise invalid(
+                f"the timeout must be a positive number of seconds, not {request.timeout:g}",
+                "timeout",
+            )
         return min(self._config.timeout, request.timeout)
 
 

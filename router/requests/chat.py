@@ -40,7 +40,9 @@ def check_variables(variables: Collection[str], field: str) -> None:
 def check_role(role: str) -> None:
     """Refuse a message whose role is unknown to chat templates."""
     if role not in ROLES:
-        raise invalid(f"a message's role must be one of {', '.join(ROLES)}", "messages")
+        raise invalid(
+            f"a message's role must be one of {', '.join(ROLES)}, not {role[:40]!r}", "messages"
+        )
 
 
 @dataclass(frozen=True, slots=True)

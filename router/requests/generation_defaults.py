@@ -72,7 +72,7 @@ def read_generation_defaults(folder: Path, limits: SamplingLimits) -> Generation
         given["temperature"] = 0.0
     max_tokens = _number(path, found, "max_new_tokens", (int,))
     if max_tokens is not None and max_tokens < 1:
-        raise _wrong(path, "max_new_tokens must be at least 1")
+        raise _wrong(path, f"max_new_tokens must be at least 1, not {max_tokens}")
     defaults = GenerationDefaults(given, max_tokens)
     try:
         defaults.sampling_params({}).validate(limits, vocab_size=1)

@@ -64,7 +64,10 @@ class ModelLimits:
 def check_priority(priority: int) -> None:
     """Refuse a priority that has more than 32 bits."""
     if not -(2**31) <= priority < 2**31:
-        raise invalid("priority must be an integer of 32 bits", "priority")
+        raise invalid(
+            f"priority must be an integer from {-(2**31)} to {2**31 - 1}, not {priority!r:.40}",
+            "priority",
+        )
 
 
 def safe_request_id(name: str) -> str:

@@ -210,7 +210,10 @@ class Coverage:
                 "that its destination rank does not hold"
             )
         if shard.start % block_size or (shard.stop % block_size and shard.stop != self.stop):
-            raise BadShard(f"a message must begin and end at the edges of blocks of {block_size}")
+            raise BadShard(
+                f"a message has the positions {shard.start} to {shard.stop}: it must begin and end "
+                f"at the edges of blocks of {block_size}"
+            )
         if num_bytes != self.shape.num_bytes(shard):
             raise BadShard(f"a message of {num_bytes} bytes, not {self.shape.num_bytes(shard)}")
         if num_bytes > self._max_bytes:

@@ -85,7 +85,11 @@ class RankRuntime:
         return RankMover(staging, config.host, config.transfer_seconds)
 
     def movers(self, plans: PlanWriter | None) -> Movers:
-        """Create the movers of all ranks, for rank 0."""
+        """Create the mover of rank 0 and, with several ranks, the remote movers of the others.
+
+        Args:
+            plans: the broadcast of step plans, or None if the worker has only one rank.
+        """
         if plans is None or self.reports is None:
             return Movers(self.mover())
         mesh = self.config.coord.mesh

@@ -87,7 +87,9 @@ def new_sequence(
     for answer in answers.values():
         vocabulary.check("the answer so far", answer)
     if len(submit.salt) > MAX_SALT_BYTES:
-        raise BadSubmit(f"the salt is longer than {MAX_SALT_BYTES} bytes")
+        raise BadSubmit(
+            f"the salt has {len(submit.salt)} bytes; at most {MAX_SALT_BYTES} are allowed"
+        )
     longest = max(map(len, answers.values()))
     if params.max_tokens is not None and longest >= params.max_tokens:
         raise BadSubmit(

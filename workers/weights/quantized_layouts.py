@@ -51,13 +51,22 @@ def check_module(module: QuantizedModule) -> None:
     word = module.per_word
     packed_inputs = scheme.storage in ("packed", "gptq")
     if packed_inputs and module.inputs % word:
-        raise BadCheckpoint(f"{name} has {module.inputs} inputs, not a multiple of {word}")
+        raise BadCheckpoint(
+            f"{name} has {module.inputs} inputs, but one 32-bit word packs {word} codes, so inputs "
+            f"must be a multiple of {word}"
+        )
     pairs = scheme.storage in ("awq", "mxfp4", "nvfp4", "modelopt nvfp4", "bitsandbytes 4 bits")
     if pairs and module.inputs % 2:
-        raise BadCheckpoint(f"{name} has {module.inputs} inputs, not an even number")
+        raise BadCheckpoint(
+            f"{name} has {module.inputs} inputs, an odd number: 4-bit codes are stored in pairs"
+        )
     packed_outputs = scheme.storage in ("gptq", "awq")
     if packed_outputs and module.outputs % word:
-        raise BadCheckpoint(f"{name} has {module.outputs} outputs, not a multiple of {word}")
+        packed = "codes" if scheme.storage == "awq" else "zero points"
+        raise BadCheckpoint(
+            f"{name} has {module.outputs} outputs, but one 32-bit word packs {word} {packed}, so "
+            f"outputs must be a multiple of {word}"
+        )
 
 
 def stored_tensors(module: QuantizedModule, region: Region) -> Iterator[StoredTensor]:

@@ -97,10 +97,11 @@ class _Pool:
 
 
 class Cluster:
-    """A simulated cluster. After `run`, `calls`, `samples` and `worker_seconds` have the results.
+    """A simulated cluster.
 
-    `policy` places requests; None means the strategy of the plan. `tenants` contains the tenant of
-    each request of the load; if it is empty, all requests have the same tenant.
+    `calls`, `samples` and `worker_seconds` contain the results after `run` has returned. `policy`
+    places requests; None means the strategy of the plan. `tenants` contains the tenant of each
+    request of the load; if it is empty, all requests have the same tenant.
     """
 
     def __init__(

@@ -70,7 +70,11 @@ class ArgumentRules:
         """
         self._num_chars += len(expansion)
         if self._num_chars > MAX_RULE_CHARS:
-            raise UnsupportedSchemaError("/", "the grammar of the arguments is too long")
+            raise UnsupportedSchemaError(
+                "/",
+                f"the grammar of the arguments is too long, it has more than {MAX_RULE_CHARS} "
+                "characters: send a smaller schema",
+            )
         self.lines.append(f"{name}: {expansion}")
 
     def new_name(self) -> str:
@@ -158,8 +162,10 @@ def _check_root(schema: Mapping[str, Any], path: str, known: set[str]) -> None:
                 f"{path}/{escaped(key)}",
                 f"{key} is not supported for all arguments of a call in this format",
             )
-    if "type" in known and schema.get("type", "object") not in ("object", ["object"]):
-        raise UnsupportedSchemaError(f"{path}/type", "the arguments of a call are an object")
+    if "type" in known and (kind := schema.get("type", "object")) not in ("object", ["object"]):
+        raise UnsupportedSchemaError(
+            f"{path}/type", f"type is {kind!r:.80}, but arguments are an object: set 'object'"
+        )
 
 
 def check_key(key: str, allowed: re.Pattern[str], path: str) -> None:

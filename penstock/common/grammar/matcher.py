@@ -147,7 +147,8 @@ def fill_masks(
         executor: threads that share the work, or None if the calling thread does all of it.
     """
     if any(words.shape[1] < matcher.num_words for matcher in matchers):
-        raise ValueError(f"a mask of {words.shape[1]} words is too short for the vocabulary")
+        needed = max(matcher.num_words for matcher in matchers)
+        raise ValueError(f"words: at least {needed} words per mask expected, not {words.shape[1]}")
     words[:] = 0
     row_bytes = words.shape[1] * 4
     if executor is not None and len(matchers) > 1:

@@ -155,7 +155,9 @@ def check_keywords(schema: Mapping[str, Any], path: str) -> None:
     """Raise `UnsupportedSchemaError` if a keyword is not in `KNOWN`, or `type` is malformed."""
     types = schema.get("type", [])
     if not all(isinstance(each, str) for each in (types if isinstance(types, list) else [types])):
-        raise UnsupportedSchemaError(f"{path}/type", "a type is a string or a list of strings")
+        raise UnsupportedSchemaError(
+            f"{path}/type", f"type is {types!r:.80}: set a string or a list of strings"
+        )
     for key in schema:
         if key not in KNOWN:
             raise UnsupportedSchemaError(

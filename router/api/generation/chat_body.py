@@ -1,4 +1,4 @@
-"""The bodies of all HTTP APIs that contain a chat."""
+"""Base class of the request bodies with a chat, in the formats of all HTTP APIs."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol

@@ -104,7 +104,7 @@ class BaseRequest(StructuredFields):
         if most == -1:
             most = max(max_model_len - (self.limit() or max_tokens or 1), 1)
         if not 0 < most < max_model_len:
-            raise invalid(f"{name} must be -1 or from 1 to {max_model_len - 1}", name)
+            raise invalid(f"{name} must be -1 or from 1 to {max_model_len - 1}, not {most}", name)
         return prompt[-most:]
 
     def client_names(self) -> Mapping[str, str]:
@@ -344,6 +344,9 @@ def _tuple(tokens: Sequence[int] | None) -> tuple[int, ...] | None:
 def _bias(bias: Mapping[str, float] | None) -> dict[int, float] | None:
     if bias is None:
         return None
-    if not all(re.fullmatch(r"[0-9]{1,10}", token) for token in bias):
-        raise invalid("the keys of logit_bias must be token ids", "logit_bias")
+    for token in bias:
+        if not re.fullmatch(r"[0-9]{1,10}", token):
+            raise invalid(
+                f"the keys of logit_bias must be token ids, not {token[:40]!r}", "logit_bias"
+            )
     return {int(token): value for token, value in bias.items()}

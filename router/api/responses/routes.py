@@ -192,7 +192,10 @@ class ResponsesApi:
         await self._runs.cancel(request.state.tenant, request.path_params["id"])
         stored = self._stored(request)
         if not stored.is_background:
-            raise invalid("only responses that were created with background can be canceled")
+            raise invalid(
+                "the response was created without background: only background responses can be "
+                "canceled"
+            )
         return FragmentResponse(_texts(stored))
 
     async def input_items(self, request: Request) -> Response:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from penstock.router.routing.queue.tenant_queue import QueuedRequest
 
 LARGEST_FRACTION = 0.25
-"""Share of the bounds that a tenant may hold although many tenants wait."""
+"""Fraction of each bound that one tenant may hold, however many tenants wait."""
 
 
 class Amount(NamedTuple):

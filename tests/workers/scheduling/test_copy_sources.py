@@ -1,7 +1,7 @@
 """Sources of copy-on-write are held until the step that copies them has been computed.
 
-The KV of a transfer may be written as soon as its blocks are reserved, which may be before a step
-that was planned earlier begins to run.
+If a source were released earlier, a KV transfer could reserve its block and overwrite it before the
+planned step has copied it.
 """
 
 import pytest

@@ -171,9 +171,9 @@ def test_ranks_that_would_cut_a_group_are_refused_by_name(name: str, tmp_path: P
 @pytest.mark.parametrize(
     ("scheme", "outputs", "inputs", "message"),
     [
-        (WeightScheme("awq", 4), 8, 7, "m has 7 inputs, not an even number"),
-        (WeightScheme("awq", 4), 7, 8, "m has 7 outputs, not a multiple of 8"),
-        (WeightScheme("gptq", 4), 8, 12, "m has 12 inputs, not a multiple of 8"),
+        (WeightScheme("awq", 4), 8, 7, "m has 7 inputs, an odd number"),
+        (WeightScheme("awq", 4), 7, 8, "m has 7 outputs, .* must be a multiple of 8"),
+        (WeightScheme("gptq", 4), 8, 12, "m has 12 inputs, .* must be a multiple of 8"),
         (
             WeightScheme("mxfp4", 4, 32),
             8,

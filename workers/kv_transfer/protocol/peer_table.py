@@ -97,7 +97,10 @@ class PeerTable(Generic[C]):
     # ------------------------------------------------------------ for transfers
 
     def use(self, peer: Peer) -> C | None:
-        """Return the connection to `peer`, established or not, and mark it as recently used."""
+        """Return the connection to `peer`, established or not, and mark it as recently used.
+
+        Return None if there is no connection, or if it is broken or leads to another incarnation.
+        """
         connection = self._connections.get(peer.worker)
         if connection is None or connection.broken or connection.peer != peer:
             return None
