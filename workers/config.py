@@ -105,7 +105,7 @@ class WorkerConfig:
             raise ValueError(f"rank must be below tp {self.tp} x pp {self.pp}, not {self.rank}")
         check_hash_key(self.hash_key)
         if not self.name:
-            raise ValueError("a worker needs a name")
+            raise ValueError("name is empty: a worker needs a name")
         if self.host in _WILDCARDS:
             raise ValueError(f"host must be an address that others can reach, not {self.host!r}")
         if not 0 <= self.port < 65536:

@@ -88,4 +88,5 @@ class KeySpec:
 
     def __post_init__(self) -> None:
         if (self.file is None) == (self.env is None):
-            raise SpecError("expected either file or env, which says where the key is")
+            given = "neither file nor env" if self.file is None else "both file and env"
+            raise SpecError(f"the key has {given}: set one of them, which says where the key is")

@@ -171,4 +171,7 @@ def _worker_and_role(body: bytes) -> tuple[str, str]:
         worker, role = content["worker"], content["role"]
         if isinstance(worker, str) and isinstance(role, str):
             return worker, role
-    raise invalid('send {"worker": NAME, "role": ROLE}, both as text')
+    raise invalid(
+        f'the body is not valid: send {{"worker": NAME, "role": ROLE}}, both as text, in at most '
+        f"{MAX_ROLE_BYTES} bytes"
+    )

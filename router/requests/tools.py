@@ -89,7 +89,11 @@ def check_name(name: object, where: str, names: set[str]) -> None:
         names: names of the functions before it.
     """
     if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise invalid(f"{where} must have 1 to 128 letters, digits or characters of _.:/-", "tools")
+        raise invalid(
+            f"{where} must have 1 to 128 letters, digits or characters of _.:/-, but is "
+            f"{name!r:.140}",
+            "tools",
+        )
     if name in names:
         raise invalid(f"{where} {name!r} is also the name of another tool", "tools")
     names.add(name)

@@ -40,8 +40,8 @@ class Tool(ClosedModel):
 
     def check_fields(self, where: str) -> None:
         """Refuse unsupported values. `where` is the tool's path in the body."""
-        if self.input_schema.get("type") != "object":
-            raise invalid(f"{where}.input_schema.type must be object", "tools")
+        if (kind := self.input_schema.get("type")) != "object":
+            raise invalid(f"{where}.input_schema.type must be 'object', not {kind!r:.40}", "tools")
         if self.eager_input_streaming is False:
             raise invalid(
                 f"{where}.eager_input_streaming: inputs are streamed as they are generated: leave "

@@ -144,7 +144,10 @@ class Conversation:
 
     def _add_message(self, item: InputItem) -> None:
         if item.role not in ROLES:
-            raise invalid(f"a message's role must be one of {', '.join(ROLES)}", FIELD)
+            given = repr(item.role[:40]) if item.role else "absent"
+            raise invalid(
+                f"a message's role must be one of {', '.join(ROLES)}, but is {given}", FIELD
+            )
         if item.content is None:
             raise invalid("a message has no content: set content", FIELD)
         texts = texts_of(item, item.content)

@@ -43,7 +43,11 @@ class TextConfig(StrictModel):
                 return StructuredOutputs("json_object")
             case "json_schema":
                 return _schema(given)
-        raise invalid("text.format.type must be text, json_object or json_schema", FIELD)
+        raise invalid(
+            "text.format.type must be text, json_object or json_schema, not "
+            f"{given.get('type')!r:.40}",
+            FIELD,
+        )
 
     def shown(self) -> Mapping[str, Any]:
         """Return the field as a response shows it."""
