@@ -9,6 +9,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError, Message
 
 from penstock.protos.serving.call_error import CallError, abort, to_call_error
+from penstock.protos.serving.lost_calls import ignore_lost_calls
 
 Context: TypeAlias = grpc.aio.ServicerContext
 
@@ -39,6 +40,7 @@ class CallHandlers:
         self._receive_seconds = receive_seconds
         self._status_of = status_of
         self._inspect = inspect
+        ignore_lost_calls()
 
     def unary(
         self, kind: type[Message], method: Callable[[Any, Context], Awaitable[Message | bytes]]

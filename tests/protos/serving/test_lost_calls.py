@@ -1,0 +1,33 @@
+"""gRPC's log records of calls that ended while their reply was being sent."""
+
+import logging
+
+import pytest
+from grpc._cython import cygrpc
+
+from penstock.protos.serving.call_handlers import CallHandlers
+from penstock.protos.serving.lost_calls import GRPC_LOGGER
+
+
+@pytest.mark.parametrize(
+    ("error", "levels"),
+    [
+        (cygrpc.ExecuteBatchError('Failed "execute_batch"'), [logging.DEBUG]),
+        (ValueError("a bug"), [logging.ERROR]),
+        (None, [logging.ERROR]),
+    ],
+)
+def test_a_reply_that_cannot_be_sent_is_no_error(
+    caplog: pytest.LogCaptureFixture, error: Exception | None, levels: list[int]
+) -> None:
+    CallHandlers(1.0)
+    CallHandlers(1.0)  # the filter is added once
+    with caplog.at_level(logging.DEBUG):
+        logging.getLogger(GRPC_LOGGER).error("raised in core by method [%s]", "x", exc_info=error)
+    assert [record.levelno for record in caplog.records] == levels
+    assert "raised in core by method [x]" in caplog.records[0].getMessage()
+
+
+def test_grpc_has_a_logger_of_this_name_and_this_error() -> None:
+    assert cygrpc._LOGGER.name == GRPC_LOGGER
+    assert issubclass(cygrpc.ExecuteBatchError, cygrpc.InternalError)
