@@ -219,8 +219,10 @@ class WorkerActor(_ProcessActor):
         events.add(Progress("loading libraries"))
         await asyncio.sleep(0.01)  # let the event be sent before the import blocks the event loop
         # Not imported at the top: the supervisor imports this module and must not load torch.
+        from penstock.protos.serving.grpc_settings import configure_grpc
         from penstock.workers.rank.process_tuning import tune_process
 
+        configure_grpc()  # must run before gRPC is imported
         tune_process()
         return events
 
@@ -277,6 +279,9 @@ class RouterActor(_ProcessActor):
         self._open_events().add(Progress("loading libraries"))
         await asyncio.sleep(0.01)  # let the event be sent before the import blocks the event loop
         # Not imported at the top, because the supervisor needs this module but not the router.
+        from penstock.protos.serving.grpc_settings import configure_grpc
+
+        configure_grpc()  # must run before gRPC is imported
         with importing():
             from penstock.router.server import serve_router
 

@@ -17,8 +17,8 @@ from typing import Any
 import uvloop
 
 from penstock.common.api_key import ApiKey
+from penstock.protos.serving.grpc_settings import configure_grpc
 from penstock.router.config import RouterConfig
-from penstock.router.server import serve_router
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,9 @@ async def standalone_router(
 
 
 async def _serve(given: dict[str, Any]) -> None:
+    configure_grpc()  # must run before gRPC is imported
+    from penstock.router.server import serve_router
+
     workers = given.pop("workers")
     ports = {"http_port": 0, "grpc_port": 0}
     given["api_keys"] = tuple(ApiKey(**key) for key in given.get("api_keys", ()))

@@ -107,6 +107,7 @@ async def test_router_that_cannot_start_gives_a_one_line_reason(
     quiet_root: object, monkeypatch: pytest.MonkeyPatch, tmp_path: object
 ) -> None:
     monkeypatch.setattr("penstock.cluster.processes.actors.setproctitle", lambda title: None)
+    monkeypatch.setenv("GRPC_EXPERIMENTS", "")  # `start` sets it; restore it after the test
     actor = RouterActor("router 0")
     config = RouterConfig(model=tmp_path, served_name="none")  # type: ignore[arg-type]
     with pytest.raises(ActorFailed) as failure:

@@ -1,0 +1,104 @@
+"""gRPC's option in routers and workers, which must be set before gRPC is imported."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import grpc.aio
+import pytest
+
+import penstock
+from penstock.loadtests.micro.standalone_router import standalone_router
+from penstock.protos import inference_pb2 as pb
+from penstock.protos import inference_pb2_grpc
+
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(sys.platform != "linux", reason="reads the switches of threads from /proc"),
+]
+
+MODEL = Path(penstock.__file__).parent / "models" / "demo-small"
+NUM_MESSAGES = 300
+NUM_SWITCHES = NUM_MESSAGES // 3
+"""Bound on the switches of the threads of gRPC's pool. If they read the sockets, each message takes
+several; otherwise, they make about 15 in all."""
+
+SCRIPT = f"""
+import asyncio, os, sys
+from penstock.protos.serving.grpc_settings import configure_grpc
+configure_grpc()
+assert "grpc" not in sys.modules
+import grpc.aio
+from tests.protos.serving.test_grpc_settings import switches_of_pool
+
+async def echo(messages, context):
+    async for message in messages:
+        await context.write(message)
+
+async def serve():
+    server = grpc.aio.server()
+    handlers = {{"Echo": grpc.stream_stream_rpc_method_handler(echo)}}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test", handlers),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{{port}}") as channel:
+        call = channel.stream_stream("/test/Echo")()
+        for _ in range({NUM_MESSAGES}):
+            await call.write(b"x")
+            await call.read()
+        await call.done_writing()
+    print(switches_of_pool(os.getpid()))
+    await server.stop(None)
+
+asyncio.run(serve())
+"""
+
+
+def switches_of_pool(pid: int) -> int:
+    """Return how often the threads of gRPC's pool have waited."""
+    count = 0
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        if (task / "comm").read_text().strip() == "event_engine":
+            fields = dict(line.split(":") for line in (task / "status").read_text().splitlines())
+            count += int(fields["voluntary_ctxt_switches"])
+    return count
+
+
+def run(**environment: str) -> tuple[int, str]:
+    """Return the switches of the pool of a gRPC server and client, and the text on stderr."""
+    kept = {name: value for name, value in os.environ.items() if name != "GRPC_EXPERIMENTS"}
+    command = [sys.executable, "-c", SCRIPT]
+    done = subprocess.run(
+        command, env=kept | environment, capture_output=True, text=True, check=True
+    )
+    return int(done.stdout), done.stderr
+
+
+def test_grpc_knows_the_experiments_and_its_pool_reads_no_socket() -> None:
+    switches, errors = run()
+    assert switches < NUM_SWITCHES
+    assert "experiment" not in errors.lower()
+
+
+def test_a_value_of_the_user_is_kept() -> None:
+    switches, _ = run(GRPC_EXPERIMENTS="event_engine_client,event_engine_listener")
+    assert switches > NUM_SWITCHES
+
+
+async def test_the_pool_of_a_router_process_reads_no_socket() -> None:
+    async with (
+        standalone_router(MODEL, {"mixed-0": "127.0.0.1:1"}) as router,
+        grpc.aio.insecure_channel(router.grpc) as channel,
+    ):
+        stub = inference_pb2_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]
+        before = switches_of_pool(router.process.pid)
+        for _ in range(NUM_MESSAGES):
+            await stub.ListModels(pb.ListModelsRequest())
+        assert switches_of_pool(router.process.pid) - before < NUM_SWITCHES
+
+
+def test_the_module_of_the_actors_does_not_load_grpc() -> None:
+    script = "import sys, penstock.cluster.processes.actors; print('grpc' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
+    assert done.stdout.split()[-1] == b"False"
