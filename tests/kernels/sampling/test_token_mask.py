@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
 
 from penstock.kernels.sampling.token_mask import (
     apply_host_masks_,
@@ -53,3 +54,22 @@ def test_mask_that_is_too_short_is_refused() -> None:
         apply_token_mask_(
             torch.zeros(1, 40), torch.tensor([0]), torch.zeros(1, 1, dtype=torch.int32)
         )
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+@given(case=mask_cases(), data=st.data())
+def test_rows_with_nan_or_inf_before_the_masks_are_reported(
+    padding: int, case: MaskCase, data: st.DataObject
+) -> None:
+    logits = case.logits.clone()
+    places = st.tuples(
+        st.integers(0, logits.shape[0] - 1),
+        st.integers(0, logits.shape[1] - 1),
+        st.sampled_from([torch.nan, -torch.nan, torch.inf, -torch.inf, 3.4e38, -3.4e38, 1e-45]),
+    )
+    for row, token, value in data.draw(st.lists(places, max_size=3)):
+        logits[row, token] = value
+    expected = logits.isfinite().all(-1).numpy()
+    logits = torch.nn.functional.pad(logits, (0, padding))[:, : logits.shape[1]]
+    finite = apply_host_masks_(logits, case.rows.numpy(), case.words.numpy())
+    assert np.array_equal(finite, expected)
