@@ -17,6 +17,8 @@ def client_network(address: str) -> str:
     This is the whole IPv4 address, but the first 64 bits of an IPv6 address: a client usually has
     all addresses of such a network.
     """
+    if ":" not in address:
+        return address
     try:
         ip = IPv6Address(address)
     except ValueError:
