@@ -140,6 +140,8 @@ def encode_worker_load(load: WorkerLoad) -> pb.Load:
         step_seconds=load.step_seconds,
         prompt_seconds=load.prompt_seconds,
         expert_imbalance=load.expert_imbalance,
+        step_token_counts=load.step_token_counts,
+        step_tokens=load.step_tokens,
     )
 
 
@@ -167,4 +169,6 @@ def decode_worker_load(message: pb.Load) -> WorkerLoad:
         message.bytes_received,
         message.bytes_sent,
         message.expert_imbalance,
+        tuple(message.step_token_counts),
+        message.step_tokens,
     )

@@ -282,7 +282,7 @@ class ToRouter(_message.Message):
     def __init__(self, number: _Optional[int] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., yielded: _Optional[_Union[Yielded, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., received: _Optional[_Union[Received, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., rejected: _Optional[_Union[Rejected, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., cache_snapshot: _Optional[_Union[CacheSnapshot, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("protocol", "worker", "incarnation", "role", "model", "layout", "block_size", "num_blocks", "max_model_len", "max_sequences", "eos_tokens", "vocab_size", "load", "step_bounds", "machine", "transfer")
+    __slots__ = ("protocol", "worker", "incarnation", "role", "model", "layout", "block_size", "num_blocks", "max_model_len", "max_sequences", "eos_tokens", "vocab_size", "load", "step_bounds", "machine", "transfer", "step_token_bounds")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -299,6 +299,7 @@ class Welcome(_message.Message):
     STEP_BOUNDS_FIELD_NUMBER: _ClassVar[int]
     MACHINE_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    STEP_TOKEN_BOUNDS_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     worker: str
     incarnation: str
@@ -315,7 +316,8 @@ class Welcome(_message.Message):
     step_bounds: _containers.RepeatedScalarFieldContainer[float]
     machine: str
     transfer: TransferEndpoint
-    def __init__(self, protocol: _Optional[int] = ..., worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., model: _Optional[str] = ..., layout: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_sequences: _Optional[int] = ..., eos_tokens: _Optional[_Iterable[int]] = ..., vocab_size: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., step_bounds: _Optional[_Iterable[float]] = ..., machine: _Optional[str] = ..., transfer: _Optional[_Union[TransferEndpoint, _Mapping]] = ...) -> None: ...
+    step_token_bounds: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, protocol: _Optional[int] = ..., worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., model: _Optional[str] = ..., layout: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_sequences: _Optional[int] = ..., eos_tokens: _Optional[_Iterable[int]] = ..., vocab_size: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., step_bounds: _Optional[_Iterable[float]] = ..., machine: _Optional[str] = ..., transfer: _Optional[_Union[TransferEndpoint, _Mapping]] = ..., step_token_bounds: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Step(_message.Message):
     __slots__ = ("request", "attempt", "choice", "position", "token", "finish", "logprobs", "ended", "load", "prompts", "cached", "cache")
@@ -428,7 +430,7 @@ class Ended(_message.Message):
     def __init__(self, request: _Optional[int] = ..., attempt: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("queued", "queued_tokens", "running", "free_blocks", "cached_blocks", "leased_blocks", "step_micros", "steps", "prompt_tokens_computed", "prompt_tokens_cached", "bytes_received", "bytes_sent", "preemptions", "reserved_blocks", "used_blocks", "unwritten_slots", "step_counts", "step_seconds", "prompt_seconds", "expert_imbalance")
+    __slots__ = ("queued", "queued_tokens", "running", "free_blocks", "cached_blocks", "leased_blocks", "step_micros", "steps", "prompt_tokens_computed", "prompt_tokens_cached", "bytes_received", "bytes_sent", "preemptions", "reserved_blocks", "used_blocks", "unwritten_slots", "step_counts", "step_seconds", "prompt_seconds", "expert_imbalance", "step_token_counts", "step_tokens")
     QUEUED_FIELD_NUMBER: _ClassVar[int]
     QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
@@ -449,6 +451,8 @@ class Load(_message.Message):
     STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     EXPERT_IMBALANCE_FIELD_NUMBER: _ClassVar[int]
+    STEP_TOKEN_COUNTS_FIELD_NUMBER: _ClassVar[int]
+    STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
     queued: int
     queued_tokens: int
     running: int
@@ -469,7 +473,9 @@ class Load(_message.Message):
     step_seconds: float
     prompt_seconds: float
     expert_imbalance: float
-    def __init__(self, queued: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., running: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., step_micros: _Optional[int] = ..., steps: _Optional[int] = ..., prompt_tokens_computed: _Optional[int] = ..., prompt_tokens_cached: _Optional[int] = ..., bytes_received: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., preemptions: _Optional[int] = ..., reserved_blocks: _Optional[int] = ..., used_blocks: _Optional[int] = ..., unwritten_slots: _Optional[int] = ..., step_counts: _Optional[_Iterable[int]] = ..., step_seconds: _Optional[float] = ..., prompt_seconds: _Optional[float] = ..., expert_imbalance: _Optional[float] = ...) -> None: ...
+    step_token_counts: _containers.RepeatedScalarFieldContainer[int]
+    step_tokens: int
+    def __init__(self, queued: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., running: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., step_micros: _Optional[int] = ..., steps: _Optional[int] = ..., prompt_tokens_computed: _Optional[int] = ..., prompt_tokens_cached: _Optional[int] = ..., bytes_received: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., preemptions: _Optional[int] = ..., reserved_blocks: _Optional[int] = ..., used_blocks: _Optional[int] = ..., unwritten_slots: _Optional[int] = ..., step_counts: _Optional[_Iterable[int]] = ..., step_seconds: _Optional[float] = ..., prompt_seconds: _Optional[float] = ..., expert_imbalance: _Optional[float] = ..., step_token_counts: _Optional[_Iterable[int]] = ..., step_tokens: _Optional[int] = ...) -> None: ...
 
 class Yielded(_message.Message):
     __slots__ = ("request", "attempt", "kv_len")

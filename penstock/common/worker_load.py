@@ -39,6 +39,11 @@ class WorkerLoad(NamedTuple):
         bytes_sent: total number of KV bytes sent to other workers.
         expert_imbalance: recent load of the busiest expert divided by the mean load of all experts,
             or 0 if unknown.
+        step_token_counts: total number of steps in each bucket of the worker's histogram of tokens
+            per step, in ascending order. The last bucket is for steps with more tokens than every
+            bound.
+        step_tokens: total number of tokens of all steps: prompt tokens that the model computed, and
+            generated tokens.
     """
 
     queued: int = 0
@@ -61,6 +66,8 @@ class WorkerLoad(NamedTuple):
     bytes_received: int = 0
     bytes_sent: int = 0
     expert_imbalance: float = 0.0
+    step_token_counts: tuple[int, ...] = ()
+    step_tokens: int = 0
 
     @property
     def held_blocks(self) -> int:

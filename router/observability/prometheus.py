@@ -167,6 +167,12 @@ def worker_stats_metrics(workers: Sequence[tuple[str, WorkerStats]]) -> Iterator
             for name, each in workers
         ),
     )
+    yield histogram(
+        "penstock_step_tokens",
+        "Tokens per engine step: computed prompt tokens and generated tokens.",
+        ["worker"],
+        (([name], each.step_tokens) for name, each in workers),
+    )
 
 
 def transfer_metrics(state: ClusterState, metrics: RequestMetrics) -> Iterator[Metric]:

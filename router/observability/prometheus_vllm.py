@@ -64,6 +64,12 @@ def _worker_metrics(
     for name, values in counters:
         samples = zip((labels for labels, _ in named), values, strict=True)
         yield counter(f"vllm:{name}", "Same as Penstock's own, by worker.", LABELS, samples)
+    yield histogram(
+        "vllm:iteration_tokens_total",
+        "Tokens per engine step: computed prompt tokens and generated tokens.",
+        LABELS,
+        ((labels, each.step_tokens) for labels, each in named),
+    )
 
 
 def _router_metrics(

@@ -37,6 +37,8 @@ class WorkerStats:
     # Bucket bounds of `WorkerLoad.step_counts` in seconds, ascending.
     step_bounds: Sequence[float] = ()
     num_blocks: int = 0  # number of blocks of the KV cache
+    # Bucket bounds of `WorkerLoad.step_token_counts`, ascending.
+    step_token_bounds: Sequence[float] = ()
 
     @property
     def kv_waste(self) -> float:
@@ -68,14 +70,23 @@ class WorkerStats:
 
     @property
     def steps(self) -> StepTimes:
-        """The histogram of step times.
-
-        It has a single bucket if the counts and the bounds do not match.
-        """
-        bounds, counts = list(self.step_bounds), list(self.load.step_counts)
-        if len(counts) != len(bounds) + 1:  # an exception would hide the metrics of all workers
-            return StepTimes((), (self.load.num_steps,), self.load.step_seconds)
+        """The histogram of step times."""
+        bounds, counts = self._buckets(self.step_bounds, self.load.step_counts)
         return StepTimes(bounds, counts, self.load.step_seconds)
+
+    @property
+    def step_tokens(self) -> tuple[Sequence[float], Sequence[int], int]:
+        """The histogram of tokens per step: bounds, steps per bucket, and all tokens."""
+        bounds, counts = self._buckets(self.step_token_bounds, self.load.step_token_counts)
+        return bounds, counts, self.load.step_tokens
+
+    def _buckets(
+        self, bounds: Sequence[float], counts: Sequence[int]
+    ) -> tuple[Sequence[float], Sequence[int]]:
+        """Return bounds and counts of steps as lists; one bucket if they do not match."""
+        if len(counts) != len(bounds) + 1:  # an exception would hide the metrics of all workers
+            return (), (self.load.num_steps,)
+        return list(bounds), list(counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,8 +308,14 @@ def _worker(link: WorkerLink, status: WorkerStatus | None, given: Assignment | N
     numbers = None
     info = link.info
     if info is not None and link.load is not None and state not in SILENT:
-        sizes = (info.max_sequences, info.block_size)
-        numbers = WorkerStats(link.load, *sizes, info.step_bounds, info.num_blocks)
+        numbers = WorkerStats(
+            link.load,
+            info.max_sequences,
+            info.block_size,
+            info.step_bounds,
+            info.num_blocks,
+            info.step_token_bounds,
+        )
     role = "" if info is None else info.role if given is None else given.role
     if status is None:
         return WorkerState(link.worker, role, state, 0, numbers)

@@ -83,6 +83,7 @@ class WorkerInfo:
     machine: str = ""
     # Where other workers send KV blocks; None if not reported.
     transfer: TransferEndpoint | None = None
+    step_token_bounds: tuple[int, ...] = ()  # bucket bounds of `WorkerLoad.step_token_counts`
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ def decode_welcome(welcome: pb.Welcome) -> ev.WorkerInfo:
         step_bounds=tuple(welcome.step_bounds),
         machine=welcome.machine,
         transfer=_decode_endpoint(welcome.transfer) if welcome.HasField("transfer") else None,
+        step_token_bounds=tuple(welcome.step_token_bounds),
     )
 
 

@@ -6,6 +6,8 @@ from dataclasses import replace
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from penstock.common.worker_load import WorkerLoad
+from penstock.protos import worker_pb2 as pb
 from penstock.router.config import RouterConfig
 from tests.support.openai_client import HELLO, serving_with_client
 from tests.support.served_router import Served, client_of, until
@@ -22,6 +24,12 @@ def samples_of(text: str) -> Iterator[tuple[str, Mapping[str, str], float]]:
 async def scrape(served: Served) -> list[tuple[str, Mapping[str, str], float]]:
     async with client_of(served) as http:
         return list(samples_of((await http.get("/metrics")).text))
+
+
+def loads(served: Served) -> list[WorkerLoad]:
+    """Return the loads that the router has from its workers."""
+    numbers = [each.numbers for each in served.router.frontend.take_snapshot().workers]
+    return [each.load for each in numbers if each is not None]
 
 
 async def test_counts_and_parameters_of_requests(config: RouterConfig) -> None:
@@ -53,3 +61,40 @@ async def test_sizes_of_the_cache_are_labels(config: RouterConfig) -> None:
     infos = [(labels, value) for name, labels, value in samples if name.endswith("_config_info")]
     sizes = {"block_size": "16", "num_gpu_blocks": "4096"}
     assert infos == [({"model_name": "stub", "engine": "w0", **sizes}, 1)]
+
+
+async def test_steps_are_counted_by_their_tokens_once(config: RouterConfig) -> None:
+    """A worker sends totals: a router that connects again counts no step twice."""
+
+    async def counts(served: Served) -> list[float]:
+        """Return the values of the buckets, the count and the sum."""
+        found = await scrape(served)
+        return [
+            value
+            for name, labels, value in found
+            if name.startswith("vllm:iteration_tokens_total_") and labels["engine"] == "w0"
+        ]
+
+    async with serving_with_client(replace(config, vllm_metrics=True)) as (served, _):
+        router, worker = served.router, served.worker
+
+        async def connect_again(load: pb.Load) -> None:
+            worker.welcome.load.CopyFrom(load)
+            num_streams = len(worker.hellos)
+            router.worker_died(worker.name)
+            await until(lambda: len(worker.hellos) > num_streams and router.frontend.workers())
+
+        worker.welcome.step_token_bounds.extend([1, 8])
+        load = pb.Load(steps=6, step_token_counts=[3, 2, 1], step_tokens=40)
+        await connect_again(load)
+        assert await counts(served) == [3, 5, 6, 6, 40]
+        load.MergeFrom(pb.Load(steps=7, step_tokens=41))
+        load.step_token_counts[0] += 1
+        worker.send(pb.ToRouter(step=pb.Step(load=load)))
+        await until(lambda: loads(served) and loads(served)[0].num_steps == 7)
+        assert await counts(served) == [4, 6, 7, 7, 41]
+        await connect_again(load)
+        assert await counts(served) == [4, 6, 7, 7, 41]
+        worker.welcome.incarnation = "w0-2"  # a restart resets the totals
+        await connect_again(pb.Load(step_token_counts=[0, 0, 0]))
+        assert await counts(served) == [0, 0, 0, 0, 0]

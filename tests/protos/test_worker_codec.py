@@ -193,9 +193,12 @@ LOADS = st.builds(
     **{name: COUNTS32 for name in ("leased_blocks", "reserved_blocks", "used_blocks")},
     **{name: COUNTS64 for name in ("queued_tokens", "unwritten_slots", "num_steps", "preemptions")},
     **{name: COUNTS64 for name in ("prompt_tokens_computed", "prompt_tokens_cached")},
-    **{name: COUNTS64 for name in ("bytes_received", "bytes_sent")},
+    **{name: COUNTS64 for name in ("bytes_received", "bytes_sent", "step_tokens")},
     **{name: SECONDS for name in ("step_seconds", "prompt_seconds", "expert_imbalance")},
-    step_counts=st.lists(COUNTS64, max_size=4).map(tuple),
+    **{
+        name: st.lists(COUNTS64, max_size=4).map(tuple)
+        for name in ("step_counts", "step_token_counts")
+    },
     last_step_seconds=COUNTS32.map(lambda micros: micros / 1e6),
 )
 

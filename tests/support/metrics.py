@@ -2,6 +2,7 @@
 
 HISTOGRAMS = (
     "step_seconds",
+    "step_tokens",
     "time_to_first_token_seconds",
     "time_per_output_token_seconds",
     "inter_token_seconds",

@@ -116,6 +116,8 @@ class Engine:
             step_seconds=times.seconds,
             prompt_seconds=times.prompt_seconds,
             expert_imbalance=self._expert_balance.ratio(time.perf_counter()),
+            step_token_counts=times.token_counts(),
+            step_tokens=times.num_tokens,
         )
 
     def debug_state(self) -> dict[str, Any]:

@@ -57,7 +57,8 @@ class OutputProcessor:
 
     def commit(self, plan: StepPlan, sampled: Sampled, seconds: float, result: StepResult) -> None:
         """Record the results of a step that took `seconds`, and add them to `result`."""
-        rows = plan.sampling_rows
+        rows, totals = plan.sampling_rows, self._batcher.state.totals
+        num_computed = totals.computed
         if not sampled.finite.all():
             self._fail(rows[~sampled.finite], result)
         for key in sampled.finished_searches:
@@ -76,6 +77,8 @@ class OutputProcessor:
         self.drain_events(result)
         if not only_canary:
             self.times.add(seconds, with_prompts=len(plan.tokens) > len(plan.rows))
+            num_generated = self._num_generated(sampled, output)
+            self.times.add_tokens(totals.computed - num_computed + num_generated)
             self.times.record(step_work(plan))
 
     def drain_events(self, result: StepResult) -> None:
@@ -91,6 +94,12 @@ class OutputProcessor:
                 self._batcher.fail(key)
                 self._searches.close(key)
                 result.failed.append(key)
+
+    def _num_generated(self, sampled: Sampled, output: StepOutput) -> int:
+        """Return the number of generated tokens of answers and beams, without a canary's."""
+        beams = sampled.beam_rows
+        canary = output.keys.count(CANARY) if self._has_canary else 0
+        return len(output.tokens) + (0 if beams is None else len(beams.rows)) - canary
 
     def _exclude_canary(self, plan: StepPlan, output: StepOutput) -> bool:
         """Subtract a canary's prompt from the totals; return True if only the canary ran."""

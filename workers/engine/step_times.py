@@ -1,4 +1,4 @@
-"""Statistics of an engine's step times: a histogram, sums, a recent maximum, the latest steps."""
+"""Statistics of an engine's steps: histograms of times and tokens, sums, the latest steps."""
 
 import time
 from bisect import bisect_left
@@ -10,6 +10,9 @@ from penstock.workers.scheduling.step_work import StepWork
 
 STEP_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 """Upper bounds of the histogram's buckets, in seconds; a last bucket counts longer steps."""
+
+STEP_TOKEN_BOUNDS = (1, *(2**power for power in range(3, 15)))
+"""Upper bounds of the buckets of tokens per step, as in vLLM; a last bucket counts larger steps."""
 
 
 LONGEST_DECAY = 0.98
@@ -30,7 +33,7 @@ class StepRecord(NamedTuple):
 
 
 class StepTimes:
-    """Times of all steps since the start. Only the engine's thread may use this object.
+    """Times and tokens of all steps since the start. Only the engine's thread may use this object.
 
     Args:
         longest: initial value of `longest`, in seconds.
@@ -44,7 +47,9 @@ class StepTimes:
         self.num_steps = 0
         self.seconds = 0.0  # total time of all steps
         self.prompt_seconds = 0.0  # total time of the steps that computed prompts
+        self.num_tokens = 0  # total number of tokens of all steps
         self._counts = [0] * (len(STEP_BOUNDS) + 1)
+        self._token_counts = [0] * (len(STEP_TOKEN_BOUNDS) + 1)
         self._records: deque[StepRecord] = deque(maxlen=MAX_RECORDS)
 
     def add(self, seconds: float, with_prompts: bool) -> None:
@@ -54,6 +59,11 @@ class StepTimes:
         self.seconds += seconds
         self.prompt_seconds += seconds if with_prompts else 0.0
         self._counts[bisect_left(STEP_BOUNDS, seconds)] += 1
+
+    def add_tokens(self, num_tokens: int) -> None:
+        """Count the tokens of the step last passed to `add`: computed in prompts, or generated."""
+        self.num_tokens += num_tokens
+        self._token_counts[bisect_left(STEP_TOKEN_BOUNDS, num_tokens)] += 1
 
     def record(self, work: StepWork) -> None:
         """Record the work of the step last passed to `add`. Call this when the step commits."""
@@ -66,3 +76,7 @@ class StepTimes:
     def counts(self) -> tuple[int, ...]:
         """Return the number of steps in each bucket of `STEP_BOUNDS`, then of all longer steps."""
         return tuple(self._counts)
+
+    def token_counts(self) -> tuple[int, ...]:
+        """Return the number of steps in each bucket of `STEP_TOKEN_BOUNDS`, then of larger ones."""
+        return tuple(self._token_counts)

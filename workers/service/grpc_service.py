@@ -22,7 +22,7 @@ from penstock.protos.serving.health import HealthService, health_handlers
 from penstock.workers.config import WorkerConfig
 from penstock.workers.engine.determinism_check import check_batch_invariance
 from penstock.workers.engine.engine import Engine
-from penstock.workers.engine.step_times import STEP_BOUNDS
+from penstock.workers.engine.step_times import STEP_BOUNDS, STEP_TOKEN_BOUNDS
 from penstock.workers.health.watchdog import Watchdog
 from penstock.workers.kv_transfer.staging import WorkerIdentity
 from penstock.workers.rank.follower import SERVING_KEY
@@ -350,6 +350,7 @@ def _welcome(config: WorkerConfig, engine: Engine, endpoint: wire.TransferEndpoi
         eos_tokens=engine.spec.eos_tokens,
         vocab_size=engine.spec.vocab_size,
         step_bounds=STEP_BOUNDS,
+        step_token_bounds=STEP_TOKEN_BOUNDS,
         machine=engine.machine,
         transfer=endpoint,
     )

@@ -1,6 +1,7 @@
 """Tests of the engine that call its methods directly, without the engine thread."""
 
 import dataclasses
+from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from penstock.common.sampling_params import SamplingParams
 from penstock.workers.config import WorkerConfig
 from penstock.workers.engine import executor as module
 from penstock.workers.engine.engine import Engine
+from penstock.workers.engine.step_times import STEP_TOKEN_BOUNDS
 from penstock.workers.engine.warm_up import warm_up_block_moves, warm_up_sequences
 from penstock.workers.rank.rank_runtime import choose_device
 from penstock.workers.scheduling.sequence import (
@@ -93,6 +95,40 @@ def test_step_result_and_load_report_the_step(engine: Engine) -> None:
     assert load.step_seconds > load.last_step_seconds > 0
     assert load.prompt_seconds == pytest.approx(load.step_seconds - load.last_step_seconds)
     assert load.prompt_tokens_computed == 5
+    assert load.step_tokens == (5 + 1) + 1
+    assert load.step_token_counts[:3] == (1, 1, 0)
+
+
+def test_tokens_of_steps_are_the_computed_prompt_tokens_and_the_generated_tokens(
+    checkpoint: Path,
+) -> None:
+    """Prompts are longer than the token budget, have several choices and are preempted."""
+    engine = make_engine(checkpoint)
+    engine.reset_scheduler(dataclasses.replace(engine.limits, num_blocks=22))
+    for i in range(2):
+        engine.submit(sampled_sequence(i, 60 + i, 0, num_siblings=2))
+        engine.submit(greedy_sequence(10 + i, PROMPT[i : 40 + i], 60))
+    num_tokens, seen = 0, 0
+    while (output := engine.step().output) is not None:
+        load = engine.load()
+        num_tokens += len(output.tokens)
+        assert load.step_tokens == load.prompt_tokens_computed + num_tokens
+        assert load.num_steps == sum(load.step_token_counts)
+        bucket = bisect_left(STEP_TOKEN_BOUNDS, load.step_tokens - seen)
+        assert load.step_token_counts[bucket] > 0
+        seen = load.step_tokens
+    assert engine.load().preemptions > 0
+    assert num_tokens == 2 * 3 * 24 + 2 * 60
+
+
+def test_tokens_of_beams_count_as_generated(engine: Engine) -> None:
+    params = SamplingParams(
+        temperature=0.0, max_tokens=4, n=1, best_of=3, use_beam_search=True, ignore_eos=True
+    )
+    siblings = tuple(Sibling(beam, PROMPT[:9]) for beam in (1, 2))
+    engine.submit(NewSequence("beams", PROMPT[:9], 9, params, siblings=siblings))
+    assert run_out(engine) == {}
+    assert engine.load().step_tokens == 9 + 4 * 3
 
 
 def test_logprobs_belong_to_their_tokens(engine: Engine) -> None:

@@ -1,6 +1,8 @@
-"""StepTimes: records of the latest steps."""
+"""StepTimes: records of the latest steps, and the histogram of tokens per step."""
 
-from penstock.workers.engine.step_times import MAX_RECORDS, StepTimes
+import pytest
+
+from penstock.workers.engine.step_times import MAX_RECORDS, STEP_TOKEN_BOUNDS, StepTimes
 from penstock.workers.scheduling.step_work import StepWork
 
 
@@ -22,3 +24,21 @@ def test_only_the_latest_records_are_kept() -> None:
         times.record(StepWork(1, 1, 1, 0.0))
     numbers = [record.number for record in times.records()]
     assert numbers == list(range(4, MAX_RECORDS + 4))
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "bound"), [(0, 1), (1, 1), (2, 8), (8, 8), (9, 16), (16384, 16384)]
+)
+def test_tokens_are_counted_in_the_bucket_of_the_lowest_bound_that_holds_them(
+    num_tokens: int, bound: int
+) -> None:
+    times = StepTimes()
+    times.add_tokens(num_tokens)
+    assert times.num_tokens == num_tokens
+    assert times.token_counts()[STEP_TOKEN_BOUNDS.index(bound)] == sum(times.token_counts()) == 1
+
+
+def test_steps_above_all_bounds_have_a_bucket_of_their_own() -> None:
+    times = StepTimes()
+    times.add_tokens(16385)
+    assert times.token_counts() == (*[0] * len(STEP_TOKEN_BOUNDS), 1)

@@ -92,7 +92,10 @@ def test_canary_changes_neither_tokens_nor_counts_of_requests(checkpoint: Path) 
     assert answers["one"] == answer
     assert len(answers[KEY]) == 2
     assert with_canary.batcher.load() == without_canary.batcher.load()
-    assert with_canary.load().num_steps == without_canary.load().num_steps
+    loads = [engine.load() for engine in (with_canary, without_canary)]
+    assert loads[0].num_steps == loads[1].num_steps
+    assert loads[0].step_tokens == loads[1].step_tokens == len(PROMPT) + 5
+    assert loads[0].step_token_counts == loads[1].step_token_counts
 
 
 # ------------------------------------------------------------------ the service

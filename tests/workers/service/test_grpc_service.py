@@ -101,6 +101,7 @@ async def test_welcome_describes_the_worker(router: AttachedRouter) -> None:
     assert (welcome.block_size, welcome.max_model_len, welcome.max_sequences) == (16, 256, 8)
     assert welcome.num_blocks == welcome.load.free_blocks + welcome.load.cached_blocks
     assert len(welcome.load.step_counts) == len(welcome.step_bounds) + 1
+    assert len(welcome.load.step_token_counts) == len(welcome.step_token_bounds) + 1
     assert list(welcome.eos_tokens) == [1]
     assert welcome.layout != welcome.model != ""
 
