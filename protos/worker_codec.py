@@ -142,6 +142,8 @@ def encode_worker_load(load: WorkerLoad) -> pb.Load:
         expert_imbalance=load.expert_imbalance,
         step_token_counts=load.step_token_counts,
         step_tokens=load.step_tokens,
+        receiving=load.receiving,
+        awaiting_grammar=load.awaiting_grammar,
     )
 
 
@@ -171,4 +173,6 @@ def decode_worker_load(message: pb.Load) -> WorkerLoad:
         message.expert_imbalance,
         tuple(message.step_token_counts),
         message.step_tokens,
+        message.receiving,
+        message.awaiting_grammar,
     )

@@ -430,7 +430,7 @@ class Ended(_message.Message):
     def __init__(self, request: _Optional[int] = ..., attempt: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("queued", "queued_tokens", "running", "free_blocks", "cached_blocks", "leased_blocks", "step_micros", "steps", "prompt_tokens_computed", "prompt_tokens_cached", "bytes_received", "bytes_sent", "preemptions", "reserved_blocks", "used_blocks", "unwritten_slots", "step_counts", "step_seconds", "prompt_seconds", "expert_imbalance", "step_token_counts", "step_tokens")
+    __slots__ = ("queued", "queued_tokens", "running", "free_blocks", "cached_blocks", "leased_blocks", "step_micros", "steps", "prompt_tokens_computed", "prompt_tokens_cached", "bytes_received", "bytes_sent", "preemptions", "reserved_blocks", "used_blocks", "unwritten_slots", "step_counts", "step_seconds", "prompt_seconds", "expert_imbalance", "step_token_counts", "step_tokens", "receiving", "awaiting_grammar")
     QUEUED_FIELD_NUMBER: _ClassVar[int]
     QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
@@ -453,6 +453,8 @@ class Load(_message.Message):
     EXPERT_IMBALANCE_FIELD_NUMBER: _ClassVar[int]
     STEP_TOKEN_COUNTS_FIELD_NUMBER: _ClassVar[int]
     STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RECEIVING_FIELD_NUMBER: _ClassVar[int]
+    AWAITING_GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     queued: int
     queued_tokens: int
     running: int
@@ -475,7 +477,9 @@ class Load(_message.Message):
     expert_imbalance: float
     step_token_counts: _containers.RepeatedScalarFieldContainer[int]
     step_tokens: int
-    def __init__(self, queued: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., running: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., step_micros: _Optional[int] = ..., steps: _Optional[int] = ..., prompt_tokens_computed: _Optional[int] = ..., prompt_tokens_cached: _Optional[int] = ..., bytes_received: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., preemptions: _Optional[int] = ..., reserved_blocks: _Optional[int] = ..., used_blocks: _Optional[int] = ..., unwritten_slots: _Optional[int] = ..., step_counts: _Optional[_Iterable[int]] = ..., step_seconds: _Optional[float] = ..., prompt_seconds: _Optional[float] = ..., expert_imbalance: _Optional[float] = ..., step_token_counts: _Optional[_Iterable[int]] = ..., step_tokens: _Optional[int] = ...) -> None: ...
+    receiving: int
+    awaiting_grammar: int
+    def __init__(self, queued: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., running: _Optional[int] = ..., free_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., step_micros: _Optional[int] = ..., steps: _Optional[int] = ..., prompt_tokens_computed: _Optional[int] = ..., prompt_tokens_cached: _Optional[int] = ..., bytes_received: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., preemptions: _Optional[int] = ..., reserved_blocks: _Optional[int] = ..., used_blocks: _Optional[int] = ..., unwritten_slots: _Optional[int] = ..., step_counts: _Optional[_Iterable[int]] = ..., step_seconds: _Optional[float] = ..., prompt_seconds: _Optional[float] = ..., expert_imbalance: _Optional[float] = ..., step_token_counts: _Optional[_Iterable[int]] = ..., step_tokens: _Optional[int] = ..., receiving: _Optional[int] = ..., awaiting_grammar: _Optional[int] = ...) -> None: ...
 
 class Yielded(_message.Message):
     __slots__ = ("request", "attempt", "kv_len")

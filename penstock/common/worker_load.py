@@ -44,6 +44,9 @@ class WorkerLoad(NamedTuple):
             bound.
         step_tokens: total number of tokens of all steps: prompt tokens that the model computed, and
             generated tokens.
+        receiving: number of sequences of the running batch that wait for a KV transfer.
+        awaiting_grammar: number of sequences that wait until their grammar is compiled. They are
+            not in the queue yet.
     """
 
     queued: int = 0
@@ -68,6 +71,13 @@ class WorkerLoad(NamedTuple):
     expert_imbalance: float = 0.0
     step_token_counts: tuple[int, ...] = ()
     step_tokens: int = 0
+    receiving: int = 0
+    awaiting_grammar: int = 0
+
+    @property
+    def deferred(self) -> int:
+        """Number of sequences that wait for something else than room in the running batch."""
+        return self.receiving + self.awaiting_grammar
 
     @property
     def held_blocks(self) -> int:

@@ -32,17 +32,11 @@ def _worker_metrics(
     named = [((state.model, worker), numbers) for worker, numbers in stats]
     yield gauge(
         "vllm:num_requests_running",
-        "Number of running sequences.",
+        "Number of running sequences, without those that wait for a KV transfer.",
         LABELS,
-        ((labels, each.load.running) for labels, each in named),
+        ((labels, each.load.running - each.load.receiving) for labels, each in named),
     )
-    waiting = [(labels, float(each.load.queued)) for labels, each in named]
-    yield gauge(
-        "vllm:num_requests_waiting",
-        "Number of requests queued at the worker or the router.",
-        LABELS,
-        [((state.model, router), float(state.waiting)), *waiting],
-    )
+    yield from _waiting_metrics(router, state, named)
     for name in KV_NAMES:
         yield gauge(
             f"vllm:{name}",
@@ -69,6 +63,33 @@ def _worker_metrics(
         "Tokens per engine step: computed prompt tokens and generated tokens.",
         LABELS,
         ((labels, each.step_tokens) for labels, each in named),
+    )
+
+
+def _waiting_metrics(
+    router: str, state: ClusterState, named: Sequence[tuple[Sequence[str], WorkerStats]]
+) -> Iterator[Metric]:
+    """Yield the numbers of waiting requests: in total, and by reason."""
+    own: Sequence[str] = (state.model, router)
+    waiting = [
+        (own, state.waiting - state.held_back, state.held_back),
+        *((labels, each.load.queued, each.load.deferred) for labels, each in named),
+    ]
+    yield gauge(
+        "vllm:num_requests_waiting",
+        "Number of requests that wait at the worker or the router.",
+        LABELS,
+        ((labels, capacity + deferred) for labels, capacity, deferred in waiting),
+    )
+    yield gauge(
+        "vllm:num_requests_waiting_by_reason",
+        "Number of requests that wait for room (capacity) or for something else (deferred).",
+        (*LABELS, "reason"),
+        (
+            ((*labels, reason), count)
+            for labels, *counts in waiting
+            for reason, count in zip(("capacity", "deferred"), counts, strict=True)
+        ),
     )
 
 

@@ -211,6 +211,7 @@ class ClusterState:
     kv_transfer_cost: TransferCost = TransferCost()
     # This router now, and the other routers as the supervisor last reported them.
     routers: Sequence[RouterState] = ()
+    held_back: int = 0  # waiting requests of lost workers that are held back for now
 
 
 def snapshot_cluster(
@@ -263,6 +264,7 @@ def snapshot_cluster(
         placed=dict(dispatcher.num_prefill_decisions),
         kv_transfer_cost=_transfer_cost(dispatcher.transfer_costs),
         routers=_routers(own, dispatcher, pools, routers),
+        held_back=dispatcher.num_held_back,
     )
 
 

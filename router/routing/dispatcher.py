@@ -262,6 +262,11 @@ class Dispatcher:
         return self._placer.num_waiting
 
     @property
+    def num_held_back(self) -> int:
+        """Number of queued requests that are held back because their workers were lost."""
+        return self._placer.num_waiting - len(self._queue)
+
+    @property
     def num_queued_tokens(self) -> int:
         """Number of prompt tokens of requests that were never placed on a worker."""
         return self._queue.num_tokens

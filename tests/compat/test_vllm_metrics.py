@@ -1,5 +1,6 @@
 """Rows "metrics": after requests of OpenAI's client, metrics have vLLM's names and exact counts."""
 
+import asyncio
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
@@ -98,3 +99,29 @@ async def test_steps_are_counted_by_their_tokens_once(config: RouterConfig) -> N
         worker.welcome.incarnation = "w0-2"  # a restart resets the totals
         await connect_again(pb.Load(step_token_counts=[0, 0, 0]))
         assert await counts(served) == [0, 0, 0, 0, 0]
+
+
+async def test_waiting_requests_are_counted_by_reason(config: RouterConfig) -> None:
+    async with serving_with_client(replace(config, vllm_metrics=True)) as (served, client):
+        served.worker.reject = pb.Rejected(reason="full")
+        sending = asyncio.create_task(client.completions.create(model="stub", prompt="hi"))
+        load = pb.Load(queued=2, running=4, receiving=1, awaiting_grammar=3)
+        served.worker.send(pb.ToRouter(step=pb.Step(load=load)))
+        await until(lambda: loads(served) and loads(served)[0].queued == 2)
+        await until(lambda: served.router.frontend.take_snapshot().waiting == 1)
+        found = await scrape(served)
+        sending.cancel()
+    values = {
+        (name.removeprefix("vllm:num_requests_"), labels["engine"], labels.get("reason")): value
+        for name, labels, value in found
+        if name.startswith("vllm:num_requests_")
+    }
+    assert values == {
+        ("running", "w0", None): 3,  # without the sequence that waits for its KV transfer
+        ("waiting", "w0", None): 2 + 1 + 3,
+        ("waiting_by_reason", "w0", "capacity"): 2,
+        ("waiting_by_reason", "w0", "deferred"): 1 + 3,
+        ("waiting", "router-0", None): 1,
+        ("waiting_by_reason", "router-0", "capacity"): 1,
+        ("waiting_by_reason", "router-0", "deferred"): 0,
+    }

@@ -191,6 +191,7 @@ LOADS = st.builds(
     WorkerLoad,
     **{name: COUNTS32 for name in ("queued", "running", "free_blocks", "cached_blocks")},
     **{name: COUNTS32 for name in ("leased_blocks", "reserved_blocks", "used_blocks")},
+    **{name: COUNTS32 for name in ("receiving", "awaiting_grammar")},
     **{name: COUNTS64 for name in ("queued_tokens", "unwritten_slots", "num_steps", "preemptions")},
     **{name: COUNTS64 for name in ("prompt_tokens_computed", "prompt_tokens_cached")},
     **{name: COUNTS64 for name in ("bytes_received", "bytes_sent", "step_tokens")},

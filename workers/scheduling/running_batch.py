@@ -71,6 +71,7 @@ class RunningBatch:
         self._running: list[SequenceState] = []  # running sequences, sorted by arrival
         self.fork_parents: list[SequenceState] = []  # sequences with a row whose forks still wait
         self.beams = BeamGroups(table, pool, self.block_growth)
+        self.num_receiving = 0  # number of sequences that wait for a KV transfer
         self._rows: Ints | None = None
 
     @property
@@ -170,6 +171,7 @@ class RunningBatch:
     def reserve(self, ticket: SequenceState) -> None:
         """Reserve blocks for the positions below `source_len` that a KV transfer will write."""
         ticket.phase = SequencePhase.RECEIVING
+        self.num_receiving += 1
         rows = np.array([ticket.row], np.int32)
         counts = self._table.num_missing_blocks(rows, np.array([ticket.source_len], np.int32))
         blocks = self._pool.take(int(counts[0]), State.RESERVED)
@@ -183,6 +185,7 @@ class RunningBatch:
         """Make the sequence schedulable; its reserved blocks, if any, become used."""
         if ticket.phase is SequencePhase.RECEIVING:
             self._pool.move(self.reserved(ticket), State.RESERVED, State.USED)
+            self.num_receiving -= 1
         ticket.phase = SequencePhase.RUNNING
         ticket.source_len = 0
         insort(self._running, ticket, key=_arrival)
@@ -197,6 +200,7 @@ class RunningBatch:
         blocks = table.blocks(ticket.row)
         if ticket.phase is SequencePhase.RECEIVING:
             blocks = blocks[: int(table.num_published[ticket.row])]
+            self.num_receiving -= 1
         elif ticket.phase is SequencePhase.RUNNING:
             del self._running[bisect_left(self._running, ticket.arrival, key=_arrival)]
             self._rows = None

@@ -27,6 +27,7 @@ def worker_load(state: SchedulerState) -> WorkerLoad:
         prompt_tokens_cached=totals.cached,
         preemptions=totals.preemptions,
         unwritten_slots=state.batch.num_unwritten(),
+        receiving=state.batch.num_receiving,
     )
 
 
@@ -78,6 +79,8 @@ def check(state: SchedulerState, sequences: Collection[SequenceState]) -> None:
     behind = [one for one in sequences if one.phase is SequencePhase.AWAITING_FORK and one.row < 0]
     num_in_batch = len(state.batch) - len(state.in_flight.released_later)
     assert len(sequences) == len(state.waiting) + len(behind) + num_in_batch
+    receiving = [one for one in sequences if one.phase is SequencePhase.RECEIVING]
+    assert state.batch.num_receiving == len(receiving)
     assert len(state.batch) == table.num_rows - table.num_free_rows
     assert (table.num_computed[rows] < table.num_tokens[rows]).all()
     assert (table.num_computed[rows] <= table.num_blocks[rows] * table.block_size).all()

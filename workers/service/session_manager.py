@@ -141,6 +141,7 @@ class SessionManager:
 
     def send_heartbeat(self, session: Session) -> None:
         """Send the load if it has changed, otherwise an empty heartbeat."""
+        self.load = _with_grammars(self.load, self._submitter.num_waiting)
         if session.last_load == self.load:
             session.put(wire.ToRouter(heartbeat=wire.Heartbeat()))
         else:
@@ -281,9 +282,10 @@ class SessionManager:
         session.put(wire.ToRouter(step=step), no_merge)
 
     def _load_message(self, load: WorkerLoad) -> wire.Load:
-        kv_transfer = self.kv_transfer
+        kv_transfer, waiting = self.kv_transfer, self._submitter.num_waiting
         received, sent = kv_transfer.receiver.bytes_received, kv_transfer.sender.bytes_sent
-        return encode_worker_load(load._replace(bytes_received=received, bytes_sent=sent))
+        load = load._replace(bytes_received=received, bytes_sent=sent, awaiting_grammar=waiting)
+        return encode_worker_load(load)
 
     def _fail(self, error: BaseException) -> None:
         """End all streams, because the engine has failed, and set `failed`."""
@@ -291,6 +293,20 @@ class SessionManager:
         self.stop(grpc.StatusCode.INTERNAL, reason)
         if not self.failed.done():
             self.failed.set_exception(RuntimeError(reason))
+
+
+def _with_grammars(load: wire.Load, num_waiting: int) -> wire.Load:
+    """Return `load` with the number of sequences that wait for grammars.
+
+    No step changes this number. The result is a copy, because sessions keep the load that they sent
+    last.
+    """
+    if load.awaiting_grammar == num_waiting:
+        return load
+    found = wire.Load()
+    found.CopyFrom(load)
+    found.awaiting_grammar = num_waiting
+    return found
 
 
 def _log_fields(submit: wire.Submit) -> dict[str, str | int]:

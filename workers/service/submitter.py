@@ -36,6 +36,11 @@ class Submitter:
         # Commands of each sequence, kept until its grammar is compiled.
         self._waiting: dict[SequenceKey, list[EngineCommand]] = {}
 
+    @property
+    def num_waiting(self) -> int:
+        """Number of sequences that wait for their grammars."""
+        return len(self._waiting)
+
     def submit(self, session: Session, key: SequenceKey, new: NewSequence) -> None:
         """Submit a sequence that `session` holds; reject it if the engine or grammar refuses it.
 

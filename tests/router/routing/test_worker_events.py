@@ -90,8 +90,9 @@ def test_recovery_after_a_worker_loss_is_throttled() -> None:
     router(WorkerUp(N))
     commands = router(WorkerLost("m"))
     assert submits(commands) == [("n", 1, 2), ("n", 2, 2)]
-    assert router.dispatcher.num_queued == 2
+    assert router.dispatcher.num_queued == router.dispatcher.num_held_back == 2
     assert submits(router.step("n", 2, 0, number=1)) == [("n", 3, 2)]
+    assert router.dispatcher.num_queued == router.dispatcher.num_held_back == 1
     assert submits(router.step("n", 2, 1, number=1)) == []
     assert submits(router(ClientDisconnected(2))) == [("n", 4, 2)]
 

@@ -18,7 +18,9 @@ def test_received_blocks_are_read_as_if_they_were_computed() -> None:
         assert reserved.blocks.tolist() == into.tolist()
         copy_blocks(prefill.model, prefill.batcher.pin("p", 0), decode.model, into)
         assert decode.batcher.load().reserved_blocks == into.size
+        assert decode.batcher.load().receiving == 1
         decode.batcher.transfer_done("d")
+        assert decode.batcher.load().receiving == 0
         prefill.batcher.unpin("p")
         decode.run()
         decode.expect(new)

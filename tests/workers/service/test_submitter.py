@@ -1,6 +1,7 @@
 """Submissions with constraints over the worker's service: refusals, order, logs and the cache."""
 
 import json
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,9 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from penstock.common.grammar.cache import GrammarCache
+from penstock.common.grammar.matcher import CompiledGrammar
+from penstock.common.structured_outputs import StructuredOutputs
 from penstock.common.text.tokenizer import ModelTokenizer
 from penstock.protos import worker_pb2 as wire
 from penstock.workers.config import WorkerConfig
@@ -100,6 +104,27 @@ async def test_dropped_sequence_is_not_submitted_when_its_grammar_is_ready(
     await router.submit(2, PROMPT, params)
     assert TOKENIZER.token_bytes.decode(await router.answer(2)).endswith("x")
     assert not router.answers[1, 1]
+
+
+async def test_load_counts_the_sequences_that_wait_for_their_grammars(
+    router: AttachedRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compile_grammar, may_compile = GrammarCache.compile, threading.Event()
+
+    def wait_and_compile(cache: GrammarCache, wanted: StructuredOutputs) -> CompiledGrammar:
+        assert may_compile.wait(60)
+        return compile_grammar(cache, wanted)
+
+    monkeypatch.setattr(GrammarCache, "compile", wait_and_compile)
+    for request in (1, 2):
+        await router.submit(request, PROMPT, constrained(20, form("regex", f"[0-9]{{{request}}}y")))
+    await router.until(lambda: router.load.awaiting_grammar == 2)
+    await router.drop(2)
+    await router.until(lambda: router.load.awaiting_grammar == 1)
+    assert router.load.queued == router.load.running == 0
+    may_compile.set()
+    await router.answer(1)
+    await router.until(lambda: router.load.awaiting_grammar == 0)
 
 
 async def test_model_without_a_tokenizer_rejects_forms_by_name(tmp_path: Path) -> None:
