@@ -320,7 +320,7 @@ class Welcome(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., model: _Optional[str] = ..., layout: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_sequences: _Optional[int] = ..., eos_tokens: _Optional[_Iterable[int]] = ..., vocab_size: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., step_bounds: _Optional[_Iterable[float]] = ..., machine: _Optional[str] = ..., transfer: _Optional[_Union[TransferEndpoint, _Mapping]] = ..., step_token_bounds: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Step(_message.Message):
-    __slots__ = ("request", "attempt", "choice", "position", "token", "finish", "logprobs", "ended", "load", "prompts", "cached", "cache")
+    __slots__ = ("request", "attempt", "choice", "position", "token", "finish", "logprobs", "ended", "load", "prompts", "cached", "cache", "preempted")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     CHOICE_FIELD_NUMBER: _ClassVar[int]
@@ -333,6 +333,7 @@ class Step(_message.Message):
     PROMPTS_FIELD_NUMBER: _ClassVar[int]
     CACHED_FIELD_NUMBER: _ClassVar[int]
     CACHE_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTED_FIELD_NUMBER: _ClassVar[int]
     request: _containers.RepeatedScalarFieldContainer[int]
     attempt: _containers.RepeatedScalarFieldContainer[int]
     choice: _containers.RepeatedScalarFieldContainer[int]
@@ -345,7 +346,8 @@ class Step(_message.Message):
     prompts: _containers.RepeatedCompositeFieldContainer[PromptLogprobs]
     cached: _containers.RepeatedCompositeFieldContainer[CachedPrompt]
     cache: CacheEvents
-    def __init__(self, request: _Optional[_Iterable[int]] = ..., attempt: _Optional[_Iterable[int]] = ..., choice: _Optional[_Iterable[int]] = ..., position: _Optional[_Iterable[int]] = ..., token: _Optional[_Iterable[int]] = ..., finish: _Optional[_Iterable[_Union[Finish, str]]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[Ended, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., prompts: _Optional[_Iterable[_Union[PromptLogprobs, _Mapping]]] = ..., cached: _Optional[_Iterable[_Union[CachedPrompt, _Mapping]]] = ..., cache: _Optional[_Union[CacheEvents, _Mapping]] = ...) -> None: ...
+    preempted: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, request: _Optional[_Iterable[int]] = ..., attempt: _Optional[_Iterable[int]] = ..., choice: _Optional[_Iterable[int]] = ..., position: _Optional[_Iterable[int]] = ..., token: _Optional[_Iterable[int]] = ..., finish: _Optional[_Iterable[_Union[Finish, str]]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[Ended, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., prompts: _Optional[_Iterable[_Union[PromptLogprobs, _Mapping]]] = ..., cached: _Optional[_Iterable[_Union[CachedPrompt, _Mapping]]] = ..., cache: _Optional[_Union[CacheEvents, _Mapping]] = ..., preempted: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class CachedPrompt(_message.Message):
     __slots__ = ("request", "attempt", "tokens")

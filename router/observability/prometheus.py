@@ -236,6 +236,7 @@ def router_metrics(state: ClusterState, metrics: RequestMetrics) -> Iterator[Met
         ("decode_seconds", "Time from first to last token.", metrics.decode),
         ("prompt_length_tokens", "Tokens per answered prompt.", metrics.prompt_lengths),
         ("answer_length_tokens", "Tokens per answer.", metrics.answer_lengths),
+        ("preemptions_per_request", "Preemptions of each finished request.", metrics.preemptions),
         ("kv_transfer_seconds", "Duration of KV transfers.", metrics.kv_transfer),
     )
     for name, about, each in histograms:

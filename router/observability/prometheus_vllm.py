@@ -118,6 +118,7 @@ def _router_metrics(
         ("request_params_n", metrics.choices),
         ("request_prompt_tokens", metrics.prompt_lengths),
         ("request_generation_tokens", metrics.answer_lengths),
+        ("request_num_preemptions", metrics.preemptions),
     )
     for name, each in histograms:
         distribution = (each.bounds, each.counts, each.total)

@@ -16,6 +16,7 @@ TOKEN_BOUNDS = (
 REQUEST_BOUNDS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, 300.0, 600.0)
 LENGTH_BOUNDS = tuple(float(2**power) for power in range(18))
 COUNT_BOUNDS = tuple(float(2**power) for power in range(7))
+PREEMPTION_BOUNDS = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 20.0)  # those of vLLM, and 0
 TRANSFER_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 
 REASONS: Mapping[ev.Status, str] = {
@@ -79,6 +80,7 @@ class _OpenRequest:
     submitted_at: float | None = None  # time of the first submission to a worker, or None
     # Time at which the first token was delivered, or None.
     first_token_at: float | None = None
+    num_preemptions: int = 0  # over all attempts
 
     @property
     def num_tokens(self) -> int:
@@ -132,6 +134,8 @@ class RequestMetrics:
         self.answer_lengths = Histogram(LENGTH_BOUNDS)
         self.max_tokens = Histogram(LENGTH_BOUNDS)  # longest permitted answers
         self.choices = Histogram(COUNT_BOUNDS)  # generated answers per request
+        # Preemptions per ended request, over all its attempts and choices.
+        self.preemptions = Histogram(PREEMPTION_BOUNDS)
         self.kv_transfer = Histogram(TRANSFER_BOUNDS)
         self.kv_transfer_bytes = 0
         self.malformed_requests = 0
@@ -176,6 +180,13 @@ class RequestMetrics:
             one.submitted_at = now
             self.queue.add(now - one.arrived_at)
 
+    def preempted(self, requests: Sequence[int]) -> None:
+        """Record preemptions at a worker; `requests` has the request of each of them."""
+        for request in requests:
+            one = self._open_requests.get(request)
+            if one is not None:
+                one.num_preemptions += 1
+
     def first_token_delivered(self, request: int, now: float) -> None:
         """Record the first token of a choice. Only the first token of the whole request counts."""
         one = self._open_requests[request]
@@ -202,6 +213,7 @@ class RequestMetrics:
         num_tokens, reason = one.num_tokens, REASONS.get(status) or one.reason
         self._generated_by_tenant[one.tenant_name] += num_tokens
         self.finished[reason] += 1
+        self.preemptions.add(one.num_preemptions)
         if status is ev.Status.OK:
             self._on_success(one, num_tokens, now)
         times = (one.submitted_at, one.first_token_at)

@@ -45,6 +45,8 @@ class OpenRequests:
         self._explanations.observe(event, now)
         if type(event) is ev.Received:
             self._metrics.received(event, now)
+        elif type(event) is ev.Stepped and event.preempted:
+            self._metrics.preempted(event.preempted)
 
     def record(self, command: ev.WorkerCommand, now: float) -> None:
         """Record a command that is sent to a worker."""

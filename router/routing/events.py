@@ -214,6 +214,7 @@ class Stepped:
     prompts: Sequence[ScoredPrompt] = ()
     # Cached prompt tokens of attempts: (request, attempt, tokens).
     cached: Sequence[tuple[int, int, int]] = ()
+    preempted: Sequence[int] = ()  # the request of each preemption
 
 
 @dataclass(frozen=True, slots=True)

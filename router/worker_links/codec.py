@@ -53,14 +53,15 @@ def decode_step(worker: str, step: pb.Step) -> ev.Stepped:
             for entry in step.prompts
         ],
         [(entry.request, entry.attempt, entry.tokens) for entry in step.cached],
+        step.preempted[:],
     )
 
 
 def slices_of(step: ev.Stepped, max_tokens: int) -> Iterator[ev.Stepped]:
     """Split a step with tokens into consecutive steps of at most `max_tokens` tokens.
 
-    The first of these steps has the data about prompts. The last one has the load and the failed
-    requests.
+    The first of these steps has the data about prompts and the preemptions. The last one has the
+    load and the failed requests.
     """
     tokens, count = step.tokens, len(step.tokens)
     for start in range(0, count, max_tokens):
@@ -73,6 +74,7 @@ def slices_of(step: ev.Stepped, max_tokens: int) -> Iterator[ev.Stepped]:
             step.ended if is_last else (),
             step.prompts if is_first else (),
             step.cached if is_first else (),
+            step.preempted if is_first else (),
         )
 
 

@@ -36,7 +36,6 @@ FIELDS = {
 NUMBERS = {"bug": range(1, 9), "extension": range(1, 11)}
 OPEN = {
     "9 header endpoint-load-metrics",
-    "9 metric request_num_preemptions",
 }
 """Rows that are neither served nor refused."""
 

@@ -10,8 +10,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from penstock.common.worker_load import WorkerLoad
 from penstock.protos import worker_pb2 as pb
 from penstock.router.config import RouterConfig
-from tests.support.openai_client import HELLO, serving_with_client
-from tests.support.served_router import Served, client_of, until
+from tests.support.openai_client import HELLO, connect, serving_with_client
+from tests.support.served_router import Served, client_of, serving, until
+from tests.support.stub_worker import StubWorker
 
 pytestmark = pytest.mark.asyncio
 
@@ -125,3 +126,37 @@ async def test_waiting_requests_are_counted_by_reason(config: RouterConfig) -> N
         ("waiting_by_reason", "router-0", "capacity"): 1,
         ("waiting_by_reason", "router-0", "deferred"): 0,
     }
+
+
+async def test_preemptions_of_a_request_are_counted_over_its_workers(config: RouterConfig) -> None:
+    """One request is preempted twice, then once more on a second worker; another one never is."""
+    first, second = StubWorker("w0"), StubWorker("w1")
+    config = replace(config, vllm_metrics=True)
+    async with serving(config, first) as served, connect(served) as client:
+        first.stepping.clear()
+        sending = asyncio.create_task(client.completions.create(model="stub", prompt="hi"))
+        await until(lambda: first.submits)
+        number = first.submits[0].request
+        step = pb.Step(preempted=[number, number + 99, number], load=pb.Load(steps=5))
+        first.send(pb.ToRouter(step=step))
+        await until(lambda: loads(served) and loads(served)[0].num_steps == 5)
+        async with second:
+            second.stepping.clear()
+            await served.router.set_workers({"w1": second.address})  # w0 is lost
+            await until(lambda: second.submits)
+            assert (second.submits[0].request, second.submits[0].attempt) == (number, 2)
+            second.send(pb.ToRouter(step=pb.Step(preempted=[number])))
+            second.stepping.set()
+            await sending
+            await client.completions.create(model="stub", prompt="hi")
+            found = await scrape(served)
+    name = "vllm:request_num_preemptions"
+    values = {
+        (sample.removeprefix(name), labels.get("le")): value
+        for sample, labels, value in found
+        if sample.startswith(name)
+    }
+    assert (values["_count", None], values["_sum", None]) == (2, 3)
+    bounds = [bound for part, bound in values if part == "_bucket" and bound is not None]
+    assert [*map(float, bounds)] == [0, 1, 2, 3, 4, 5, 10, 20, float("inf")]
+    assert [values["_bucket", bound] for bound in bounds if float(bound) <= 3] == [1, 1, 1, 2]

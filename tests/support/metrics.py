@@ -12,6 +12,7 @@ HISTOGRAMS = (
     "decode_seconds",
     "prompt_length_tokens",
     "answer_length_tokens",
+    "preemptions_per_request",
     "kv_transfer_seconds",
 )
 PLAIN = (

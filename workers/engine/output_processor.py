@@ -13,6 +13,7 @@ from penstock.workers.scheduling.sequence import (
     Ints,
     Key,
     NewSequence,
+    Preempted,
     Reserved,
     SchedulerEvent,
     StepOutput,
@@ -121,6 +122,8 @@ class OutputProcessor:
             case Yielded(key, _):
                 self.remove(key)
                 result.yielded.append(event)
+            case Preempted(key):
+                result.preempted.append(key)
             case Finished(key):
                 self.remove(key)
                 result.finished.append(key)

@@ -31,10 +31,11 @@ class StepResult:
     finished: list[Key] = field(default_factory=list)
     # number of cached prompt tokens of each admitted sequence
     num_cached: dict[Key, int] = field(default_factory=dict)
+    preempted: list[Key] = field(default_factory=list)  # key of the sequence of each preemption
     # The engine's thread sets this report before it passes the result on.
     cache: CacheReport | None = None
 
     @property
     def empty(self) -> bool:
-        events = self.yielded or self.reserved or self.finished or self.num_cached
-        return self.output is None and not events
+        events = (self.yielded, self.reserved, self.finished, self.num_cached, self.preempted)
+        return self.output is None and not any(events)

@@ -52,7 +52,7 @@ class Batcher:
         self._totals = state.totals
         self._groups = SequenceGroups(state)
         self._admission = Admission(state, self._groups)
-        self._preemption = Preemption(state)
+        self._preemption = Preemption(state, self._groups)
 
     # ------------------------------------------------------------ submission and removal
 

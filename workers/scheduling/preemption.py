@@ -1,7 +1,8 @@
 """Preemption of running sequences when the KV blocks run out."""
 
 from penstock.workers.scheduling.scheduler_state import SchedulerState
-from penstock.workers.scheduling.sequence import Ints
+from penstock.workers.scheduling.sequence import Ints, Preempted
+from penstock.workers.scheduling.sequence_groups import SequenceGroups
 from penstock.workers.scheduling.waiting import SequencePhase, SequenceState
 
 
@@ -12,8 +13,9 @@ class Preemption:
     is recomputed later, from cached blocks as far as they still exist.
     """
 
-    def __init__(self, state: SchedulerState) -> None:
+    def __init__(self, state: SchedulerState, groups: SequenceGroups) -> None:
         self._state = state
+        self._groups = groups
         self._table = state.table
         self._batch = state.batch
 
@@ -30,8 +32,10 @@ class Preemption:
         counts = batch.split_budget(budget)
         while batch.block_growth.num_missing(batch.rows, counts) > state.pool.num_available:
             if not state.leases.reclaim():
-                state.waiting.push(self.preempt())
+                ticket = self.preempt()
+                state.waiting.push(ticket)
                 state.totals.preemptions += 1
+                self._groups.events.append(Preempted(ticket.key))
                 counts = batch.split_budget(budget)
         return counts
 

@@ -193,13 +193,20 @@ class Reserved:
 
 
 @dataclass(frozen=True, slots=True)
+class Preempted:
+    """Event: a choice of the sequence, with its forks or beams, went back into the queue."""
+
+    key: Key
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """Event: every choice of the sequence has ended."""
 
     key: Key
 
 
-SchedulerEvent: TypeAlias = Admitted | Yielded | Reserved | Finished
+SchedulerEvent: TypeAlias = Admitted | Yielded | Reserved | Preempted | Finished
 
 
 class NeverFits(ValueError):

@@ -160,6 +160,8 @@ def step_messages(
         for session, taken in rows.items():
             _add_tokens(steps[session], taken, output, result.logprobs)
     _add_prompts(steps, result, is_held)
+    for key in filter(is_held, map(sequence_key, result.preempted)):
+        steps[key.session].preempted.append(key.request)
     for key in filter(is_held, map(sequence_key, result.failed)):
         reason = (
             "no next token: the model's output was not finite for this request, or its bad words, "

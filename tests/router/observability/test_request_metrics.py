@@ -73,6 +73,21 @@ def test_latencies_of_one_request() -> None:
     assert {reason: n for reason, n in metrics.finished.items() if n} == {"length": 1}
 
 
+def test_preemptions_are_counted_for_every_finished_request() -> None:
+    metrics = RequestMetrics(NAMES)
+    requests = requests_of(metrics)
+    for number in (1, 2, 3):
+        requests.open(request_of(number, "t1"), silent_output(1), 10.0)
+    for worker, preempted in (("a", [1, 1, 9]), ("b", [1, 2])):
+        requests.observe(ev.Stepped(worker, ev.TokenColumns(), preempted=preempted), 11.0)
+    metrics.ended(1, ev.Status.DEADLINE, 12.0)
+    metrics.ended(2, ev.Status.CANCELLED, 12.0)
+    metrics.ended(3, ev.Status.OK, 12.0)
+    requests.observe(ev.Stepped("b", ev.TokenColumns(), preempted=[1]), 13.0)
+    assert metrics.preemptions.total == 3 + 1
+    assert metrics.preemptions.counts == [1, 1, 0, 1, 0, 0, 0, 0, 0]
+
+
 def test_request_time_is_split_into_queue_prefill_and_decode() -> None:
     metrics = RequestMetrics(NAMES)
     requests = requests_of(metrics)

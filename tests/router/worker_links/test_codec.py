@@ -103,6 +103,7 @@ def test_large_step_is_split_into_steps_with_the_same_content() -> None:
             step.logprobs.add(row=row, chosen=-row)
     step.ended.add(request=8, attempt=1, reason="not finite")
     step.cached.add(request=4, attempt=2, tokens=32)
+    step.preempted.append(5)
     step.prompts.append(SCORED)
     whole = codec.decode_event("w", pb.ToRouter(step=step))
     assert isinstance(whole, ev.Stepped)
@@ -115,9 +116,10 @@ def test_large_step_is_split_into_steps_with_the_same_content() -> None:
         assert logprobs[:count] == [whole.tokens.logprobs.get(row) for row in range(count)]
         first, last = found[0], found[-1]
         assert (first.prompts, first.cached) == (whole.prompts, whole.cached)
+        assert (first.preempted, whole.preempted) == ([5], [5])
         assert (last.load, last.ended) == (whole.load, whole.ended)
         assert all(each.load is None and not each.ended for each in found[:-1])
-        assert not any(each.prompts or each.cached for each in found[1:])
+        assert not any(each.prompts or each.cached or each.preempted for each in found[1:])
 
 
 SCORED = pb.PromptLogprobs(
@@ -125,14 +127,20 @@ SCORED = pb.PromptLogprobs(
 )
 NO_TOKENS = ev.TokenColumns([], [], [], [], [], [])
 MESSAGES = [
-    (pb.ToRouter(step=pb.Step()), ev.Stepped("w", NO_TOKENS, None, [], [], [])),
+    (pb.ToRouter(step=pb.Step()), ev.Stepped("w", NO_TOKENS, None, [], [], [], [])),
     (
         pb.ToRouter(step=pb.Step(prompts=[SCORED])),
-        ev.Stepped("w", NO_TOKENS, None, [], [ev.ScoredPrompt(4, 2, 7, [SCORED.entries[0]])], []),
+        ev.Stepped(
+            "w", NO_TOKENS, None, [], [ev.ScoredPrompt(4, 2, 7, [SCORED.entries[0]])], [], []
+        ),
     ),
     (
         pb.ToRouter(step=pb.Step(cached=[pb.CachedPrompt(request=4, attempt=2, tokens=32)])),
-        ev.Stepped("w", NO_TOKENS, None, [], [], [(4, 2, 32)]),
+        ev.Stepped("w", NO_TOKENS, None, [], [], [(4, 2, 32)], []),
+    ),
+    (
+        pb.ToRouter(step=pb.Step(preempted=[4, 5, 4])),
+        ev.Stepped("w", NO_TOKENS, None, [], [], [], [4, 5, 4]),
     ),
     (
         pb.ToRouter(yielded=pb.Yielded(request=9, attempt=1, kv_len=5)),

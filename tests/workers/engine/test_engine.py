@@ -2,6 +2,7 @@
 
 import dataclasses
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -75,8 +76,15 @@ def test_preempted_sequences_give_the_same_tokens(checkpoint: Path, engine: Engi
     small.reset_scheduler(dataclasses.replace(small.limits, num_blocks=30))
     for i in range(8):
         small.submit(greedy_sequence(i, PROMPT[i : 40 + i], 60))
-    assert run_out(small) == expected
-    assert small.load().preemptions > 0
+    answers: dict[Any, list[int]] = {i: [] for i in range(8)}
+    preempted: Counter[Any] = Counter()
+    while (result := small.step()).output is not None:
+        preempted.update(result.preempted)
+        for key, token in tokens_of(result):
+            answers[key].append(token)
+    assert answers == expected
+    assert preempted.total() == small.load().preemptions > 0
+    assert 0 not in preempted, "the oldest sequence was preempted"
     small.batcher.check()
 
 

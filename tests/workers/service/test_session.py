@@ -54,6 +54,16 @@ async def test_waiting_steps_are_merged_without_reordering_messages() -> None:
     assert list(last.step.token) == [9]
 
 
+async def test_merged_steps_keep_all_preemptions() -> None:
+    session = make_session()
+    for request in (1, 2, 1):
+        message = step(7)
+        message.step.preempted.append(request)
+        session.put(message)
+    (merged,) = await read_all(session)
+    assert list(merged.step.preempted) == [1, 2, 1]
+
+
 async def test_merged_steps_keep_all_numbers_of_cached_tokens() -> None:
     session = make_session()
     for request in (1, 2):
