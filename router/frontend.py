@@ -14,6 +14,7 @@ from penstock.router.config import RouterConfig
 from penstock.router.errors import Code, ServingError, shutting_down
 from penstock.router.helpers.pool import HelperPool
 from penstock.router.observability import snapshot
+from penstock.router.observability.cluster_load import ClusterLoadMeter
 from penstock.router.observability.event_log import log_worker
 from penstock.router.observability.explanations import Explanations
 from penstock.router.observability.history import History
@@ -68,8 +69,7 @@ class Frontend:
         defaults: GenerationDefaults,
         helpers: HelperPool,
     ) -> None:
-        self.config = config
-        self.defaults = defaults
+        self.config, self.defaults = config, defaults
         self.tokenizer = tokenizer
         self.helpers = helpers
         self.prompts = PromptEncoder(tokenizer, config, lambda: self.model, helpers)
@@ -87,6 +87,7 @@ class Frontend:
         identity = RouterIdentity(config.name, incarnation, config.worker_token)
         self._links = WorkerLinks(identity, self.post)
         self.step_records = self._links.step_records
+        self.cluster_load = ClusterLoadMeter(self._links.all_links, lambda: dispatcher.num_queued)
         self.explanations = Explanations(tenants, config.routing)
         dispatcher.listen(self.explanations)
         self.background = BackgroundTasks()

@@ -34,16 +34,12 @@ FIELDS = {
 }
 """The fields of the official client's types, so that a new version with more of them fails here."""
 NUMBERS = {"bug": range(1, 9), "extension": range(1, 11)}
-OPEN = {
-    "9 header endpoint-load-metrics",
-}
-"""Rows that are neither served nor refused."""
 
 
 class Row(NamedTuple):
     section: str
     name: str
-    test: str  # the test's node id without parameters, or "open"
+    test: str  # the test's node id without parameters
 
     @property
     def number(self) -> int:
@@ -62,7 +58,7 @@ def rows() -> list[Row]:
 
 
 def listed_tests() -> list[str]:
-    return sorted({row.test for row in rows()} - {"open"})
+    return sorted({row.test for row in rows()})
 
 
 @cache
@@ -118,9 +114,3 @@ def test_every_field_of_the_client_has_a_row_whose_tests_name_it(section: str) -
 @pytest.mark.parametrize("section", NUMBERS)
 def test_numbers_are_complete(section: str) -> None:
     assert {row.number for row in rows() if row.section == section} == set(NUMBERS[section])
-
-
-def test_open_rows_have_no_test() -> None:
-    found = rows()
-    assert {row.name for row in found if row.test == "open"} == OPEN
-    assert not OPEN & {row.name for row in found if row.test != "open"}

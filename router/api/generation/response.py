@@ -8,7 +8,12 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from penstock.router.api.connection import BODY_WRITER, BodyWriter
-from penstock.router.api.generation.sending import NO_HEADERS, send_event, send_json
+from penstock.router.api.generation.sending import (
+    NO_HEADERS,
+    no_headers,
+    send_event,
+    send_json,
+)
 from penstock.router.api.http import error_response
 from penstock.router.errors import ServingError
 from penstock.router.requests.response_stream import (
@@ -87,6 +92,7 @@ class GenerationResponse(Response):
         headers: further headers.
         keep_alive: returns the events to send after each `KEEP_ALIVE_SECONDS` without an event;
             given only for streams that begin before their first token.
+        late_headers: returns further headers of a response with status 200, when they are sent.
     """
 
     def __init__(
@@ -98,6 +104,7 @@ class GenerationResponse(Response):
         refusal: Callable[[ServingError], Response] = error_response,
         headers: Mapping[str, str] = NO_HEADERS,
         keep_alive: Callable[[], str] | None = None,
+        late_headers: Callable[[], Mapping[str, str]] = no_headers,
     ) -> None:
         self._deltas = deltas
         self._formatter = formatter
@@ -105,6 +112,7 @@ class GenerationResponse(Response):
         self._stream = stream
         self._refusal = refusal
         self._keep_alive = keep_alive if stream else None
+        self._late_headers = late_headers
         self._has_begun = False
         self._slices = Slices()
 
@@ -129,7 +137,8 @@ class GenerationResponse(Response):
             return
         else:
             whole = self._formatter.full_response(answers)
-            await send_json(send, whole, self._own_headers, lambda: not self._deltas.has_failed)
+            headers = {**self._own_headers, **self._late_headers()}
+            await send_json(send, whole, headers, lambda: not self._deltas.has_failed)
             return
         finally:
             body.unwatch()
@@ -163,8 +172,8 @@ class GenerationResponse(Response):
         if self._has_begun:
             return
         self._has_begun = True
-        own = [(name.encode(), value.encode()) for name, value in self._own_headers.items()]
-        headers = [*STREAM_HEADERS, *own]
+        own = {**self._own_headers, **self._late_headers()}
+        headers = [*STREAM_HEADERS, *((name.encode(), own[name].encode()) for name in own)]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def _read_answers(self, first: Delta) -> Sequence[Delta]:

@@ -13,6 +13,11 @@ FLUSH_CHARS = 64 << 10
 NO_HEADERS: Mapping[str, str] = {}
 
 
+def no_headers() -> Mapping[str, str]:
+    """Return no headers."""
+    return NO_HEADERS
+
+
 async def send_json(
     send: Send,
     fragments: Iterable[str],

@@ -24,6 +24,7 @@ from penstock.router.api.anthropic.routes import MessagesApi
 from penstock.router.api.auth import ApiKeys
 from penstock.router.api.generation.bodies import on_disconnect, read_request, while_connected
 from penstock.router.api.generation.calls import CallOptions, GenerationCalls
+from penstock.router.api.generation.load_report import load_headers
 from penstock.router.api.generation.parsed_body import ParsedBody
 from penstock.router.api.generation.response import GenerationResponse, ResponseFormatter
 from penstock.router.api.http import (
@@ -210,7 +211,13 @@ class OpenAiApi:
             only_echo=isinstance(body, CompletionRequest) and body.only_echo,
         )
         formatter = _formatter(context, call.parsing, is_chat)
-        return GenerationResponse(call.answers, formatter, call.request_id, bool(body.stream))
+        return GenerationResponse(
+            call.answers,
+            formatter,
+            call.request_id,
+            bool(body.stream),
+            late_headers=load_headers(request, frontend),
+        )
 
     async def _echo(
         self, parsed: ParsedBody[Any], prompts: Sequence[Sequence[int]]

@@ -13,6 +13,7 @@ from starlette.routing import Route
 
 from penstock.router.api.generation.bodies import read_request, while_connected
 from penstock.router.api.generation.calls import GenerationCalls, SubmittedCall
+from penstock.router.api.generation.load_report import load_headers
 from penstock.router.api.generation.parsed_body import ParsedBody
 from penstock.router.api.generation.response import GenerationResponse
 from penstock.router.api.generation.sending import FragmentResponse
@@ -97,7 +98,13 @@ class ResponsesApi:
             response, call, self._frontend.tokenizer.token_bytes, with_logprobs, recorder
         )
         if not body.background:
-            return GenerationResponse(call.answers, formatter, call.request_id, bool(body.stream))
+            return GenerationResponse(
+                call.answers,
+                formatter,
+                call.request_id,
+                bool(body.stream),
+                late_headers=load_headers(request, self._frontend),
+            )
         events = self._runs.new_events(tenant) if body.stream else None
         run = BackgroundRun(response, call, formatter, events)
         self._runs.start(tenant, run)

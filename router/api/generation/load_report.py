@@ -1,0 +1,47 @@
+"""The header `endpoint-load-metrics` of responses: a load report in the format of ORCA.
+
+ORCA is Open Request Cost Aggregation. A load balancer asks for a report by a header of the request.
+As in vLLM, the report has two named metrics, in the format that the header names; it is omitted for
+an unknown format.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+
+from starlette.requests import Request
+
+from penstock.router.api.generation.sending import no_headers
+from penstock.router.api.http import header_of
+from penstock.router.frontend import Frontend
+
+REQUEST_HEADER = b"endpoint-load-metrics-format"
+RESPONSE_HEADER = "endpoint-load-metrics"
+
+
+def _text(metrics: Mapping[str, float]) -> str:
+    return ", ".join(f"named_metrics.{name}={value}" for name, value in metrics.items())
+
+
+def _json(metrics: Mapping[str, float]) -> str:
+    return json.dumps({"named_metrics": metrics})
+
+
+FORMATS: Mapping[str, Callable[[Mapping[str, float]], str]] = {"TEXT": _text, "JSON": _json}
+
+
+def load_headers(request: Request, frontend: Frontend) -> Callable[[], Mapping[str, str]]:
+    """Return a function that makes the header with the load, if the request asks for it."""
+    name = (header_of(request.scope, REQUEST_HEADER) or "").upper()
+    encode = FORMATS.get(name)
+    if encode is None:
+        return no_headers
+
+    def headers() -> Mapping[str, str]:
+        load = frontend.cluster_load.read()
+        metrics = {
+            "kv_cache_usage_perc": load.kv_usage,
+            "num_requests_waiting": float(load.num_waiting),
+        }
+        return {RESPONSE_HEADER: f"{name} {encode(metrics)}"}
+
+    return headers
