@@ -30,7 +30,12 @@ from penstock.kernels.linear.op import (
     supports_onednn,
 )
 from penstock.kernels.linear.quantize_weights import WeightForm, quantize_weight
-from penstock.kernels.linear.quantized import pack_quantized, supports_dequantizing
+from penstock.kernels.linear.quantized import (
+    QuantizedMatrix,
+    even_groups,
+    pack_quantized,
+    supports_dequantizing,
+)
 from penstock.loadtests.bench.flags import option, read_flags
 from penstock.loadtests.micro.ab_runner import Quantiles, run
 from penstock.loadtests.micro.random_llama import Shape
@@ -88,11 +93,24 @@ def variants() -> dict[str, Variant]:
     if supports_dequantizing(torch.device("cpu"), torch.float32):
         found["int4"] = lambda weight: _pack_weight_only(weight, "int4")
         found["fp8"] = lambda weight: _pack_weight_only(weight, "fp8")
+        found["q8_0"] = _pack_q8_0
     return found
 
 
 def _pack_weight_only(weight: Tensor, form: WeightForm) -> Callable[[Tensor], Tensor]:
     return pack_quantized(quantize_weight(weight, form), None, torch.float32)
+
+
+def _pack_q8_0(weight: Tensor) -> Callable[[Tensor], Tensor]:
+    """Pack a weight as packed Q8_0 blocks of GGUF files: INT8 codes in groups of 32 inputs."""
+    num_outputs, num_inputs = weight.shape
+    blocks = quantize_weight(weight.reshape(-1, 32), "int8")
+    codes = blocks.codes.view(num_outputs, num_inputs)
+    scales, zeros = (each.view(num_outputs, -1) for each in (blocks.scales, blocks.zeros))
+    groups = even_groups(num_inputs, 32, weight.device)
+    return pack_quantized(
+        QuantizedMatrix("int8", codes, scales, zeros, groups), None, torch.float32
+    )  # fmt: skip
 
 
 def seconds(
