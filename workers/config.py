@@ -11,7 +11,7 @@ ROLES = ("prefill", "decode", "mixed")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "fp8", "int8")
-QUANTIZATIONS = ("none", "int8", "fp8", "int4")
+QUANTIZATIONS = ("none", "float", "int8", "fp8", "int4")
 ATTENTION_BACKENDS = ("auto", "flashinfer", "fa3")
 _WILDCARDS = ("", "0.0.0.0", "::", "[::]")
 

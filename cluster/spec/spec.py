@@ -37,10 +37,11 @@ class ModelSpec:
         "format of the KV cache; auto: as dtype, but bfloat16 with int8 weights (CPU); fp8 and "
         "int8 have one scale for each token and head",
     )
-    quantization: Literal["none", "int8", "fp8", "int4"] = knob(
+    quantization: Literal["none", "float", "int8", "fp8", "int4"] = knob(
         "none",
         "quantization of float weights while loading: fp8 (one scale per output), int4 (groups of "
-        "32), or int8, which also quantizes activations, per token (CPU)",
+        "32), or int8, which also quantizes activations, per token (CPU); float dequantizes a GGUF "
+        "file, whose Q8_0 and Q4_0 blocks otherwise stay packed",
     )
     max_model_len: int | None = knob(
         None, "maximum number of tokens of prompt and answer; default: the model's", 1

@@ -276,6 +276,11 @@ def supports_dequantizing(device: torch.device, dtype: torch.dtype) -> bool:
     return dtype == torch.float32 and has_avx512() and has_numba()
 
 
+def has_weight_only_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether a kernel, and not torch by tiles, multiplies activations of `dtype`."""
+    return runs_kernels(device) or supports_dequantizing(device, dtype)
+
+
 def pack_quantized(
     matrix: QuantizedMatrix, bias: Tensor | None, dtype: torch.dtype
 ) -> TiledLinear | DequantizingLinear | TritonQuantizedLinear:

@@ -7,8 +7,12 @@ from typing import Any
 
 import gguf
 import numpy as np
+import torch
+import transformers
 from safetensors.torch import load_file
 from torch import Tensor
+
+from tests.support.checkpoints import FAMILIES, make_tokenizer
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -19,6 +23,32 @@ ARCHITECTURES = {
     "Phi3ForCausalLM": "phi3",
 }
 CONTROL, USER_DEFINED, NORMAL = 3, 4, 1
+
+
+WIDE = {
+    "hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+"""Sizes of a small model whose rows are multiples of 256 items, as K-quants require."""
+
+
+def make_gguf(folder: Path, family: str, kind: Callable[[str], str] | str, **sizes: int) -> Path:
+    """Write a random model of the sizes `WIDE` to a folder and as GGUF file; return the file.
+
+    Args:
+        kind: See `write_gguf`.
+        sizes: Entries of the configuration that replace those of `WIDE`.
+    """
+    config = FAMILIES[family]()
+    config.update({**WIDE, **sizes})
+    torch.manual_seed(3)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(0.0, 0.1)
+    model.save_pretrained(folder)
+    make_tokenizer(folder)
+    return write_gguf(folder, folder.with_suffix(".gguf"), kind)
 
 
 def write_gguf(

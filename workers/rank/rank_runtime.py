@@ -44,6 +44,7 @@ from penstock.workers.rank.fingerprint import layout_of, numerics_of
 from penstock.workers.rank.kv_cache import KvCache, check_cache_format, choose_cache_format
 from penstock.workers.rank.kv_cache_size import choose_num_blocks
 from penstock.workers.scheduling.config import SchedulerConfig
+from penstock.workers.weights.gguf.packed_blocks import has_packable_blocks, keeps_blocks
 from penstock.workers.weights.loading import choose_dtype, load
 from penstock.workers.weights.sharding import kv_heads
 
@@ -235,7 +236,10 @@ def _loop_groups(config: WorkerConfig, device: torch.device) -> list[KernelGroup
     schemes = [] if quantization is None else [rule.scheme for rule in quantization.rules]
     w8a8 = [scheme.allows_int8_products for scheme in schemes]
     is_int8 = any(w8a8) or config.quantization == "int8"
-    is_weight_only = not all(w8a8) or config.quantization in ("fp8", "int4")
+    keeps = keeps_blocks(
+        config.model, config.quantization, config.deterministic, device, dtype
+    ) and has_packable_blocks(config.model)
+    is_weight_only = keeps or not all(w8a8) or config.quantization in ("fp8", "int4")
     return required_groups(device, dtype, form.dtype, is_int8, single_rank, is_weight_only, experts)
 
 

@@ -34,7 +34,14 @@ from penstock.workers.models.spec import (
 )
 from penstock.workers.models.transformers_backend.loading import load_transformers_model
 from penstock.workers.parallel.parallel_groups import SINGLE_RANK, ParallelGroups
-from penstock.workers.weights.gguf.tensors import find_gguf_tensors, log_loading
+from penstock.workers.weights.gguf.loading_log import log_loading
+from penstock.workers.weights.gguf.packed_blocks import (
+    NO_BLOCKS,
+    find_packed_blocks,
+    keeps_blocks,
+    split_packed,
+)
+from penstock.workers.weights.gguf.tensors import find_gguf_tensors
 from penstock.workers.weights.online_quantization import assign_online_methods
 from penstock.workers.weights.quantized_method import (
     UNUSED_SUFFIXES,
@@ -92,7 +99,7 @@ def _check_transformers_options(
     folder: Path, quantization: str, deterministic: bool, is_quantized: bool
 ) -> None:
     options = {
-        f"quantization {quantization}": quantization != "none",
+        f"quantization {quantization}": weight_form(quantization) is not None,
         "deterministic": deterministic,
         "a quantized checkpoint": is_quantized,
     }
@@ -121,8 +128,8 @@ def load_model(
         dtype: "auto", "float32", "bfloat16" or "float16"; see `choose_dtype`.
         progress: Called with (bytes read, total bytes), first with 0 bytes read.
         max_model_len: Number of positions to use, if fewer than the model has (changes longrope).
-        quantization: "none", "int8", "fp8" or "int4"; applied to each layer as soon as it is
-            loaded.
+        quantization: "none", "float" (dequantizes GGUF files), or "int8", "fp8" or "int4"; applied
+            to each layer as soon as it is loaded.
         deterministic: Use batch-invariant layers: results do not depend on the rest of the batch.
 
     Returns:
@@ -141,18 +148,24 @@ def load_model(
     check_shape(spec, ranks.coord.mesh)
     whole = empty_decoder(spec, chosen, torch.device("meta"))
     modules = quantized_modules(spec.quantization, whole, entries)
+    packed = NO_BLOCKS
+    if keeps_blocks(folder, quantization, deterministic, device, chosen):
+        packed = find_packed_blocks(spec, whole, entries, ranks.coord.mesh)
+        modules, entries = dict(packed.modules), split_packed(entries, packed)
     assign_methods(whole, modules, {})
     _match(folder, spec, whole.parameters(), entries, modules)
     check_quantization(quantization, device, chosen, deterministic)
     _check_quantized(folder, modules, quantization, deterministic, device, chosen)
     if is_gguf(folder) and ranks.coord.rank == 0:
-        log_loading(open_gguf(folder), chosen, quantization)
+        log_loading(open_gguf(folder), chosen, quantization, packed)
     if deterministic:
         check_deterministic(device, chosen)
     form = weight_form(quantization)
+    # Packed blocks are the same weights as floats. Only their products are rounded differently.
+    named = modules if deterministic or not is_gguf(folder) else {}
     decoder = replace(
         empty_decoder(spec, chosen, device, deterministic, ranks, quantized=form is not None),
-        linear_methods=method_names(modules) if form is None else METHOD_NAMES[form],
+        linear_methods=method_names(named) if form is None else METHOD_NAMES[form],
     )
     tensor_regions = regions(spec, ranks.coord)
     assign_methods(decoder, modules, tensor_regions)

@@ -9,6 +9,7 @@ from penstock.kernels.linear import cpu_packed_int8
 from penstock.kernels.linear.cpu_packed_f32 import has_avx512
 from penstock.workers.config import WorkerConfig
 from penstock.workers.rank.rank_runtime import _loop_groups
+from tests.support.gguf_files import make_gguf
 from tests.support.quantized import FORMS, make_quantized
 from tests.support.tiny import tiny_checkpoint
 
@@ -54,3 +55,13 @@ def test_float_checkpoints_load_the_loops_of_the_option(
     quantization: str, expected: set[str], tmp_path: Path
 ) -> None:
     assert loaded(tiny_checkpoint(tmp_path), quantization) == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "quantization", "expected"),
+    [("Q8_0", "none", WEIGHT_ONLY), ("Q8_0", "float", set()), ("F16", "none", set())],
+)
+def test_gguf_files_load_the_loops_of_blocks_that_stay_packed(
+    kind: str, quantization: str, expected: set[str], tmp_path: Path
+) -> None:
+    assert loaded(make_gguf(tmp_path / "m", "llama2", kind), quantization) == expected

@@ -11,8 +11,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from penstock.kernels.linear.cpu_packed_f32 import has_avx512
 from penstock.workers.models.decoder import empty_decoder
 from penstock.workers.models.spec import read_spec
+from tests.support.checkpoints import VOCAB_SIZE, make_tokenizer
+from tests.support.gguf_files import write_gguf
 
 HIDDEN, INNER, LAYERS, NUM_EXPERTS = 768, 3072, 6, 16
 CONFIG = {
@@ -154,3 +157,19 @@ def test_peak_of_quantized_weights_is_the_finished_size_plus_two_products(
     assert peak <= finished + 2 * LARGEST_PACKED + BUFFERS
     size = (folders[1] / "model.safetensors").stat().st_size
     assert finished < 1.25 * size  # larger than the file, because scales are held in float32
+
+
+@pytest.mark.skipif(not has_avx512(), reason="needs AVX-512")
+@pytest.mark.parametrize(("kind", "ratio"), [("Q8_0", 37 / 34), ("Q4_0", 21 / 18)])
+def test_memory_for_packed_gguf_weights_is_near_the_size_of_the_file(
+    tmp_path: Path, kind: str, ratio: float
+) -> None:
+    """Blocks of 34 or 18 bytes stay packed; a float32 scale and a zero point add 3 bytes."""
+    config, files = CONFIG | {"vocab_size": VOCAB_SIZE}, []
+    for name, layers in (("warm", 1), ("model", 3)):
+        folder = make(tmp_path / name, layers, config)
+        make_tokenizer(folder)
+        files.append(write_gguf(folder, tmp_path / f"{name}.gguf", kind))
+    peak, finished = memory_of((files[0], files[1]), "none")
+    assert finished < ratio * files[1].stat().st_size + 3e6  # the embeddings are float32
+    assert peak <= finished + LARGEST / 2 + BUFFERS  # gate and up, before and after they are fused

@@ -1,6 +1,5 @@
-"""Tensors of a GGUF file for loading: dequantized, and in the form of a safetensors checkpoint."""
+"""Tensors of a GGUF file for loading, in the form of a safetensors checkpoint."""
 
-import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from io import BufferedReader
@@ -9,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from penstock.common.gguf.checkpoint import GgufCheckpoint, open_gguf
+from penstock.common.gguf.checkpoint import open_gguf
 from penstock.common.gguf.header import GgufTensor
 from penstock.common.gguf.tensor_types import BY_NAME
 from penstock.workers.models.config import BadCheckpoint
@@ -18,8 +17,6 @@ from penstock.workers.weights.gguf.dequantize import DEQUANTIZE, dequantize
 from penstock.workers.weights.gguf.tensor_names import NOT_WEIGHTS, checkpoint_names
 from penstock.workers.weights.regions import Ranges, Region
 from penstock.workers.weights.tensor_entry import TensorEntry
-
-log = logging.getLogger(__name__)
 
 # Number of items that are dequantized at a time. The rows of one head are never split.
 CHUNK_ITEMS = 1 << 20
@@ -58,22 +55,41 @@ class GgufEntry(TensorEntry):
         progress: Callable[[int], None],
         region: Region = (),
     ) -> None:
+        self.load_converted(target, file, progress, region, self._floats, self.bytes_of)
+
+    def load_converted(
+        self,
+        target: Tensor,
+        file: BufferedReader,
+        progress: Callable[[int], None],
+        region: Region,
+        convert: Callable[[Tensor], Tensor],
+        bytes_of: Callable[[int], int],
+    ) -> None:
+        """Load converted blocks as in `load`: `target` and `region` are of the converted matrix.
+
+        Args:
+            convert: Converts blocks [n, bytes of a block] to items [n, items per block].
+            bytes_of: Returns how many bytes of the file count as a number of converted items.
+        """
         rows, columns = self._ranges(region)
         matrix = target.view(-1, 1) if target.dim() == 1 else target
         filled = done = 0
         for first, count in self._chunks(rows):
-            items = self._read(file, first, count, target.device)
+            items = convert(self._read(file, first, count, target.device)).reshape(count, -1)
             if columns is not None:
                 items = torch.cat([items[:, start:end] for start, end in columns], 1)
             if self.head_rows:
                 items = _in_halves(items, self.head_rows)
-            if self.offset:
-                items = items + self.offset
             matrix[filled : filled + count].copy_(items)
             filled += count
-            total = self.bytes_of(filled * matrix.shape[1])
+            total = bytes_of(filled * matrix.shape[1])
             progress(total - done)
             done = total
+
+    def _floats(self, blocks: Tensor) -> Tensor:
+        items = dequantize(blocks, self.dtype)
+        return items + self.offset if self.offset else items
 
     def _ranges(self, region: Region) -> tuple[Ranges, Ranges | None]:
         """Return the ranges of rows, and the ranges of columns (None: all)."""
@@ -94,7 +110,7 @@ class GgufEntry(TensorEntry):
         return self.shape[1] if len(self.shape) == 2 else 1
 
     def _read(self, file: BufferedReader, first: int, count: int, device: torch.device) -> Tensor:
-        """Return `count` rows, dequantized on `device`: [count, items of a row] float32."""
+        """Return the blocks of `count` rows on `device`: [n, bytes of a block] uint8."""
         row_bytes = self.bytes_of(self._row_items)
         buffer = bytearray(count * row_bytes)
         file.seek(self.start + first * row_bytes)
@@ -104,8 +120,7 @@ class GgufEntry(TensorEntry):
                 "Copy or download it again"
             )
         blocks = torch.frombuffer(buffer, dtype=torch.uint8).to(device)
-        items = dequantize(blocks.view(-1, BY_NAME[self.dtype].block_bytes), self.dtype)
-        return items.view(count, self._row_items)
+        return blocks.view(-1, BY_NAME[self.dtype].block_bytes)
 
 
 def _in_halves(items: Tensor, head_rows: int) -> Tensor:
@@ -165,30 +180,4 @@ def _entry(spec: ModelSpec, name: str, tensor: GgufTensor, is_paired: bool) -> G
         own_name=tensor.name,
         head_rows=spec.head_dim if query_or_key and owner.endswith(query_or_key) else 0,
         offset=-1.0 if is_norm else 0.0,
-    )
-
-
-def log_loading(checkpoint: GgufCheckpoint, dtype: torch.dtype, quantization: str) -> None:
-    """Log one line: the types of the file's weights, the dtype in memory, and both sizes.
-
-    The line is a warning if the file is quantized, because the weights then need more memory than
-    the file's size suggests.
-    """
-    stored: dict[str, int] = {}
-    num_items = 0
-    for tensor in checkpoint.tensors.values():
-        kind = tensor.type
-        stored[kind.name] = stored.get(kind.name, 0) + tensor.num_bytes
-        num_items += tensor.num_bytes // kind.block_bytes * kind.block_items
-    is_quantized = any(BY_NAME[name].block_items > 1 for name in stored)
-    log.log(
-        logging.WARNING if is_quantized else logging.INFO,
-        "%s: %.1f MB of weights (%s) are %s as %s: %.1f MB%s",
-        checkpoint.path.name,
-        sum(stored.values()) / 1e6,
-        ", ".join(sorted(stored, key=lambda name: -stored[name])),
-        "dequantized and loaded" if is_quantized else "loaded",
-        str(dtype).removeprefix("torch."),
-        num_items * dtype.itemsize / 1e6,
-        "" if quantization == "none" else f", before quantization to {quantization}",
     )

@@ -21,6 +21,7 @@ from penstock.workers.models.spec import read_spec
 from penstock.workers.parallel.mesh import Mesh
 from penstock.workers.rank.fingerprint import model_fingerprint
 from penstock.workers.weights import loading
+from penstock.workers.weights.gguf import loading_log
 from penstock.workers.weights.gguf import tensors as gguf_tensors
 from penstock.workers.weights.gguf.dequantize import DEQUANTIZE
 from penstock.workers.weights.gguf.tensors import find_gguf_tensors
@@ -209,7 +210,7 @@ def test_log_says_in_one_line_what_is_dequantized(
     tensors = open_gguf(path).tensors.values()
     num_items = sum(np.prod(each.shape) for each in tensors)
     stored = sum(each.num_bytes for each in tensors)
-    with caplog.at_level(logging.INFO, gguf_tensors.__name__):
+    with caplog.at_level(logging.INFO, loading_log.__name__):
         load_model(path, "float32", CPU, quantization="int8")
     assert [record.message for record in caplog.records] == [
         f"m.gguf: {stored / 1e6:.1f} MB of weights (Q4_K, F32) are dequantized and loaded as "

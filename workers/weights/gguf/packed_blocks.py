@@ -1,0 +1,217 @@
+"""Keeps blocks of Q8_0 and Q4_0 packed, as the codes and scales of weight-only products.
+
+A weight of such a block is scale * q, with one float16 scale for 32 inputs and a q of 8 or 4 bits.
+That is exactly a weight of a compressed-tensors checkpoint with groups of 32 inputs. Each matrix
+therefore becomes the two tensors of such a checkpoint, codes and scales. `QuantizedMethod` loads
+and multiplies them as it does for that checkpoint.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from io import BufferedReader
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.common.gguf.checkpoint import is_gguf, open_gguf
+from penstock.common.gguf.tensor_types import BY_NAME
+from penstock.kernels.linear.quantized import has_weight_only_kernel, supports_dequantizing
+from penstock.workers.models.decoder import Decoder
+from penstock.workers.models.spec import ModelSpec
+from penstock.workers.models.weight_scheme import WeightScheme
+from penstock.workers.parallel.mesh import Mesh
+from penstock.workers.weights.gguf.k_quants import as_float, nibbles
+from penstock.workers.weights.gguf.tensors import GgufEntry
+from penstock.workers.weights.quantized_module import QuantizedModule
+from penstock.workers.weights.regions import Ranges, Region
+from penstock.workers.weights.sharding import regions
+from penstock.workers.weights.tensor_entry import TensorEntry
+
+GROUP = 32
+"""Inputs per block, and per group of the packed weights."""
+
+_HELD_GROUP_BYTES = 5
+"""Bytes in memory per output and group: a float32 scale and a zero point."""
+
+_ITEM_BYTES = {"I8": 1, "I32": 4, "F16": 2}
+"""Bytes per item of a part of a matrix, by the name of the item's type in safetensors files."""
+
+
+class _Form(NamedTuple):
+    """The tensors of a compressed-tensors checkpoint that a type of blocks is loaded as."""
+
+    scheme: WeightScheme
+    codes: str  # suffix of the name of the codes
+    dtype: str  # dtype of the codes
+    convert: Callable[[Tensor], Tensor]  # converts blocks to codes [n, items per block]
+
+
+def _q8_0_codes(blocks: Tensor) -> Tensor:
+    return blocks[:, 2:].view(torch.int8)
+
+
+def _q4_0_words(blocks: Tensor) -> Tensor:
+    """Return words of 8 codes; a code is q + 8, as in the file, but in the order of the inputs."""
+    codes = nibbles(blocks[:, 2:])
+    return (codes[:, 0::2] | (codes[:, 1::2] << 4)).view(torch.int32)
+
+
+def _scales(blocks: Tensor) -> Tensor:
+    return as_float(blocks[:, :2])
+
+
+_FORMS = {
+    "Q8_0": _Form(WeightScheme("int8", 8, GROUP), "weight", "I8", _q8_0_codes),
+    "Q4_0": _Form(WeightScheme("packed", 4, GROUP), "weight_packed", "I32", _q4_0_words),
+}
+"""Forms by the name of the type of blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTensor(TensorEntry):
+    """The codes or the scales of a matrix in a GGUF file; `shape` and `dtype` are of this part."""
+
+    matrix: GgufEntry
+    convert: Callable[[Tensor], Tensor]
+
+    @property
+    def stored_name(self) -> str:
+        return self.matrix.stored_name
+
+    def loadable_dtypes(self, accepted: tuple[str, ...]) -> tuple[str, ...]:
+        return accepted
+
+    def bytes_of(self, num_items: int) -> int:
+        return num_items * _ITEM_BYTES[self.dtype]
+
+    def load(
+        self,
+        target: Tensor,
+        file: BufferedReader,
+        progress: Callable[[int], None],
+        region: Region = (),
+    ) -> None:
+        self.matrix.load_converted(target, file, progress, region, self.convert, self.bytes_of)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBlocks:
+    """The modules of a model whose blocks stay packed.
+
+    Attributes:
+        modules: The modules by name; see `QuantizedMethod`.
+        types: Their types of blocks.
+    """
+
+    modules: Mapping[str, QuantizedModule]
+    types: tuple[str, ...]
+
+    @property
+    def num_items(self) -> int:
+        """The number of packed weights."""
+        return sum(each.outputs * each.inputs for each in self.modules.values())
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes in memory of the packed weights: codes, scales and zero points."""
+        return sum(
+            each.outputs
+            * (each.inputs * each.scheme.bits // 8 + each.num_groups * _HELD_GROUP_BYTES)
+            for each in self.modules.values()
+        )
+
+
+NO_BLOCKS = PackedBlocks({}, ())
+
+
+def keeps_blocks(
+    model: Path, quantization: str, deterministic: bool, device: torch.device, dtype: torch.dtype
+) -> bool:
+    """Return whether blocks of a model stay packed, if the model has any of a suitable type.
+
+    They do only if a kernel multiplies packed weights. In deterministic mode, this kernel must be
+    batch-invariant.
+    """
+    if quantization != "none" or not is_gguf(model):
+        return False
+    if deterministic:
+        return supports_dequantizing(device, dtype)
+    return has_weight_only_kernel(device, dtype)
+
+
+def has_packable_blocks(model: Path) -> bool:
+    """Return whether a GGUF file has matrices, besides the embeddings, of a suitable type."""
+    tensors = open_gguf(model).tensors
+    return any(
+        each.type.name in _FORMS for name, each in tensors.items() if name != "token_embd.weight"
+    )
+
+
+def find_packed_blocks(
+    spec: ModelSpec, whole: Decoder, entries: Mapping[str, TensorEntry], mesh: Mesh
+) -> PackedBlocks:
+    """Find the linear layers whose blocks stay packed.
+
+    All matrices of a fused layer must have the same type, and no rank may hold a part of a block.
+    The result is the same for all ranks of a worker.
+
+    Args:
+        spec: The spec of the whole model.
+        whole: The decoder of the whole model, on the `meta` device.
+        entries: The tensors of the GGUF file.
+        mesh: The arrangement of all ranks.
+    """
+    cuts = [regions(spec, mesh.coord(rank)) for rank in range(mesh.num_ranks)]
+    modules: dict[str, QuantizedModule] = {}
+    types = set()
+    for names, linear in whole.linears():
+        inputs, sizes = linear.weight.shape[1], linear.module_sizes(names)
+        found = [entries.get(f"{name}.weight") for name in names]
+        shapes = [None if each is None else each.shape for each in found]
+        dtypes = {None if each is None else each.dtype for each in found}
+        dtype = dtypes.pop()
+        # a wrong shape is refused later, with the shape that the file gives
+        if dtypes or dtype not in _FORMS or shapes != [(size, inputs) for size in sizes]:
+            continue
+        if any(_cuts_block(each.get(f"{name}.weight", ())) for each in cuts for name in names):
+            continue
+        types.add(dtype)
+        for name, size in zip(names, sizes, strict=True):
+            scheme = _FORMS[dtype].scheme
+            modules[name] = QuantizedModule(name, scheme, size, inputs, has_group_table=False)
+    return PackedBlocks(modules, tuple(sorted(types)))
+
+
+def _cuts_block(region: Region) -> bool:
+    columns: Ranges | None = region[1] if len(region) > 1 else None
+    return any(bound % GROUP for each in columns or () for bound in each)
+
+
+def split_packed(
+    entries: Mapping[str, TensorEntry], packed: PackedBlocks
+) -> dict[str, TensorEntry]:
+    """Return all tensors, with codes and scales in place of each packed matrix."""
+    found = dict(entries)
+    for name in packed.modules:
+        matrix = found.pop(f"{name}.weight")
+        assert isinstance(matrix, GgufEntry)
+        form = _FORMS[matrix.dtype]
+        make = partial(_packed_tensor, matrix, name)
+        found[f"{name}.{form.codes}"] = make(form.codes, form.dtype, form.convert)
+        found[f"{name}.{form.scheme.scale_name}"] = make(form.scheme.scale_name, "F16", _scales)
+    return found
+
+
+def _packed_tensor(
+    matrix: GgufEntry, module: str, suffix: str, dtype: str, convert: Callable[[Tensor], Tensor]
+) -> PackedTensor:
+    outputs, inputs = matrix.shape
+    block_bytes = 2 if dtype == "F16" else BY_NAME[matrix.dtype].block_bytes - 2
+    shape = outputs, inputs // GROUP * (block_bytes // _ITEM_BYTES[dtype])
+    num_bytes = outputs * inputs // GROUP * block_bytes
+    return PackedTensor(
+        matrix.path, f"{module}.{suffix}", dtype, shape, matrix.start, num_bytes, matrix, convert
+    )
