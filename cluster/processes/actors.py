@@ -220,9 +220,10 @@ class WorkerActor(_ProcessActor):
         await asyncio.sleep(0.01)  # let the event be sent before the import blocks the event loop
         # Not imported at the top: the supervisor imports this module and must not load torch.
         from penstock.protos.serving.grpc_settings import configure_grpc
-        from penstock.workers.rank.process_tuning import tune_process
 
         configure_grpc()  # must run before gRPC is imported
+        from penstock.workers.rank.process_tuning import tune_process
+
         tune_process()
         return events
 

@@ -14,6 +14,6 @@ without them logs an error (tests/protos/serving/test_grpc_settings.py)."""
 def configure_grpc() -> None:
     """Set gRPC's option; call this before gRPC is imported.
 
-    A value that the user has set is kept.
+    A value that the user has set is kept (`penstock serve --pass-env GRPC_EXPERIMENTS`).
     """
     os.environ.setdefault("GRPC_EXPERIMENTS", EXPERIMENTS)

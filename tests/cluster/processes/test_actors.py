@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import logging
+import os
 import weakref
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from penstock.cluster.processes.actors import RouterActor, WorkerActor, freeze_heap, importing
 from penstock.cluster.processes.event_queue import ActorFailed
 from penstock.cluster.status.status_events import LogLine
+from penstock.protos.serving.grpc_settings import EXPERIMENTS
 from penstock.router.config import RouterConfig
 
 
@@ -107,13 +109,15 @@ async def test_router_that_cannot_start_gives_a_one_line_reason(
     quiet_root: object, monkeypatch: pytest.MonkeyPatch, tmp_path: object
 ) -> None:
     monkeypatch.setattr("penstock.cluster.processes.actors.setproctitle", lambda title: None)
-    monkeypatch.setenv("GRPC_EXPERIMENTS", "")  # `start` sets it; restore it after the test
+    monkeypatch.setenv("GRPC_EXPERIMENTS", "")  # records the former value, which is restored
+    monkeypatch.delenv("GRPC_EXPERIMENTS")
     actor = RouterActor("router 0")
     config = RouterConfig(model=tmp_path, served_name="none")  # type: ignore[arg-type]
     with pytest.raises(ActorFailed) as failure:
         await actor.start(config)
     assert str(tmp_path) in str(failure.value)
     assert "\n" not in str(failure.value)
+    assert os.environ["GRPC_EXPERIMENTS"] == EXPERIMENTS
     with pytest.raises(RuntimeError, match="not been started"):
         await actor.drain(0.0)
     await actor.stop()
