@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from penstock.common.invalid_parameter import InvalidParameterError as InvalidParameterError
+from penstock.common.number_text import number_text
 from penstock.common.structured_outputs import StructuredOutputs
 from penstock.common.thinking_budget import ThinkingBudget
 
@@ -223,8 +224,8 @@ class SamplingParams:
                 max_tokens = min(max_tokens, limits.max_beam_tokens // self.n)
         elif max_tokens > free:
             raise ContextLengthError(
-                f"max_tokens is {max_tokens}, but the prompt has {num_prompt} tokens and this "
-                f"model's maximum context length is {max_model_len}: ask for at most {free}",
+                f"max_tokens is {number_text(max_tokens)}, but the prompt has {num_prompt} tokens, "
+                f"and this model's maximum context length is {max_model_len}: at most {free} fit",
                 "max_tokens",
             )
         _check_count("min_tokens", self.min_tokens, 0, max_tokens)
@@ -263,7 +264,7 @@ class SamplingParams:
 def check_token_ids(name: str, tokens: Collection[int], vocab_size: int) -> None:
     """Raise `InvalidParameterError` for parameter `name` if a token is not in the vocabulary."""
     if tokens and not (min(tokens) >= 0 and max(tokens) < vocab_size):
-        wrong = min(tokens) if min(tokens) < 0 else max(tokens)
+        wrong = number_text(min(tokens) if min(tokens) < 0 else max(tokens))
         raise InvalidParameterError(
             f"{name} holds token ids outside the vocabulary (0 to {vocab_size - 1}): {wrong}", name
         )
@@ -282,9 +283,8 @@ def check_bad_words(words: Sequence[str], limits: SamplingLimits) -> None:
 
 def _check_count(name: str, value: int | None, low: int, high: int) -> None:
     if value is not None and not low <= value <= high:
-        raise InvalidParameterError(
-            f"{name} must be a whole number from {low} to {high}, not {value}", name
-        )
+        bounds, given = f"from {low} to {number_text(high)}", number_text(value)
+        raise InvalidParameterError(f"{name} must be a whole number {bounds}, not {given}", name)
 
 
 def _check_number(name: str, value: float, low: float, high: float) -> None:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from penstock.common.invalid_parameter import InvalidParameterError
+from penstock.common.number_text import number_text
 
 NAME = "thinking_token_budget"
 """Name of the parameter, as in vLLM."""
@@ -31,7 +32,9 @@ class ThinkingBudget:
         """Raise `InvalidParameterError` if a value of the budget is out of range."""
         if not 0 <= self.num_tokens <= MAX_BUDGET:
             raise InvalidParameterError(
-                f"{NAME} must be a whole number from 0 to {MAX_BUDGET}, not {self.num_tokens}", NAME
+                f"{NAME} must be a whole number from 0 to {MAX_BUDGET}, not "
+                f"{number_text(self.num_tokens)}",
+                NAME,
             )
         if len(self.start) > MAX_START_TOKENS:
             raise InvalidParameterError(

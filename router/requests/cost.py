@@ -11,6 +11,7 @@ The cost of a call is the number of entries in its answer:
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from penstock.common.number_text import number_text
 from penstock.common.sampling_params import SamplingParams
 from penstock.router.config import RequestBounds
 from penstock.router.errors import CONTEXT_LENGTH_EXCEEDED, invalid
@@ -137,8 +138,8 @@ def _check(cost: int, sampling: SamplingParams, num_prompts: int, bounds: Reques
         return
     name = _costly_field(sampling, num_prompts)
     raise invalid(
-        f"the call costs {cost}; at most {bounds.max_request_cost} is allowed (cost: prompts x n x "
-        f"(max_tokens + echoed prompt tokens) x (1 + logprobs)): reduce {name}",
+        f"the call costs {number_text(cost)}; at most {bounds.max_request_cost} is allowed (cost: "
+        f"prompts x n x (max_tokens + echoed prompt tokens) x (1 + logprobs)): reduce {name}",
         name,
     )
 

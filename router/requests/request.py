@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.common.block_hash import MAX_SALT_BYTES
+from penstock.common.number_text import number_text
 from penstock.common.sampling_params import (
     ContextLengthError,
     InvalidParameterError,
@@ -65,7 +66,8 @@ def check_priority(priority: int) -> None:
     """Refuse a priority that has more than 32 bits."""
     if not -(2**31) <= priority < 2**31:
         raise invalid(
-            f"priority must be an integer from {-(2**31)} to {2**31 - 1}, not {priority!r:.40}",
+            f"priority must be an integer from {-(2**31)} to {2**31 - 1}, not "
+            f"{number_text(priority)}",
             "priority",
         )
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from penstock.common.number_text import number_text
 from penstock.common.sampling_params import SamplingParams
 from penstock.common.text.detokenizer import IncrementalDetokenizer
 from penstock.router.errors import ServingError, invalid
@@ -55,7 +56,7 @@ def check_resume_state(
         if len(known.tokens) > max_tokens:
             raise invalid(
                 f"resume_from has {len(known.tokens)} tokens of choice {choice}, but max_tokens is "
-                f"{max_tokens}",
+                f"{number_text(max_tokens)}",
                 "resume_from",
             )
         check_vocabulary(known.tokens, model, "resume_from")

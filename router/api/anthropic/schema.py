@@ -5,6 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, PrivateAttr
 
+from penstock.common.number_text import number_text
 from penstock.common.sampling_params import SamplingParams
 from penstock.common.structured_outputs import StructuredOutputs, json_schema
 from penstock.common.text.chat_source import TemplateOptions
@@ -177,7 +178,9 @@ class MessagesBody(CountTokensBody):
     def check(self) -> None:
         super().check()
         if self.max_tokens < 0:
-            raise invalid(f"max_tokens is {self.max_tokens}: it must be at least 0", "max_tokens")
+            raise invalid(
+                f"max_tokens is {number_text(self.max_tokens)}: it must be at least 0", "max_tokens"
+            )
         for name in ("container", "diagnostics", "inference_geo"):
             if getattr(self, name) is not None:
                 raise invalid(f"{name} is not supported: leave it out", name)

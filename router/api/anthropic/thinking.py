@@ -3,6 +3,7 @@
 from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
+from penstock.common.number_text import number_text
 from penstock.router.api.anthropic.blocks import ClosedModel
 from penstock.router.errors import invalid
 
@@ -34,12 +35,14 @@ class Thinking(ClosedModel):
             raise invalid("thinking.display has no meaning for the type disabled", field)
         if budget is not None and budget < MIN_BUDGET:
             raise invalid(
-                f"thinking.budget_tokens is {budget}: it must be at least {MIN_BUDGET}", field
+                f"thinking.budget_tokens is {number_text(budget)}: it must be at least "
+                f"{MIN_BUDGET}",
+                field,
             )
         if budget is not None and max_tokens is not None and budget >= max_tokens:
             raise invalid(
-                f"thinking.budget_tokens is {budget}: it must be less than max_tokens, which is "
-                f"{max_tokens}",
+                f"thinking.budget_tokens is {number_text(budget)}: it must be less than "
+                f"max_tokens, which is {number_text(max_tokens)}",
                 field,
             )
 

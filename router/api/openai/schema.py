@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias
 
 from pydantic import ConfigDict
 
+from penstock.common.number_text import number_text
 from penstock.common.sampling_params import SamplingParams
 from penstock.router.api.generation.strict_model import Ids, StrictModel, Texts
 from penstock.router.api.openai.messages import Conversation, OpenAiBody
@@ -104,7 +105,9 @@ class BaseRequest(StructuredFields):
         if most == -1:
             most = max(max_model_len - (self.limit() or max_tokens or 1), 1)
         if not 0 < most < max_model_len:
-            raise invalid(f"{name} must be -1 or from 1 to {max_model_len - 1}, not {most}", name)
+            raise invalid(
+                f"{name} must be -1 or from 1 to {max_model_len - 1}, not {number_text(most)}", name
+            )
         return prompt[-most:]
 
     def client_names(self) -> Mapping[str, str]:

@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field
 
+from penstock.common.number_text import number_text
 from penstock.common.sampling_params import SamplingParams
 from penstock.common.text.chat_source import TemplateOptions
 from penstock.router.api.generation.chat_body import ChatBody
@@ -144,7 +145,7 @@ class ResponsesRequest(ChatBody):
             raise invalid("cache_salt is empty: leave it out", "cache_salt")
         if self.max_tool_calls is not None and self.max_tool_calls < 1:
             raise invalid(
-                f"max_tool_calls is {self.max_tool_calls}: it must be at least 1",
+                f"max_tool_calls is {number_text(self.max_tool_calls)}: it must be at least 1",
                 "max_tool_calls",
             )
         self._check_background()

@@ -280,3 +280,39 @@ async def test_unknown_fields_are_ignored(http: httpx.AsyncClient) -> None:
         "tools": [],
     }
     assert (await http.post(COMPLETIONS, json=body)).status_code == 200
+
+
+INTEGERS = (
+    *("max_tokens", "min_tokens", "n", "best_of", "seed", "top_k", "logprobs", "prompt_logprobs"),
+    *("truncate_prompt_tokens", "priority", "thinking_token_budget", "stop_token_ids"),
+    *("logit_bias", "allowed_token_ids", "echo", "prompt", "temperature", "use_beam_search"),
+)
+LARGEST = "9" * 4300  # a longer integer is refused when the JSON is parsed
+
+
+@pytest.mark.parametrize("sign", ["", "-"])
+@pytest.mark.parametrize("name", INTEGERS)
+async def test_huge_integer_is_refused_without_its_digits(
+    http: httpx.AsyncClient, name: str, sign: str
+) -> None:
+    value = f"{sign}{LARGEST}"
+    if name in ("stop_token_ids", "allowed_token_ids", "prompt"):
+        value = f"[{value}]"
+    if name == "logit_bias":
+        value = f'{{"{value}": 1}}'
+    rest = {"prompt": "hi", "n": 2, "max_tokens": 2}
+    fields = "".join(f', "{key}": {value_!r}' for key, value_ in rest.items() if key != name)
+    body = f'{{"{name}": {value}{fields}}}'.replace("'", '"')
+    reply = await http.post(COMPLETIONS, content=body, headers=JSON)
+    assert reply.status_code == 400, reply.text[:300]
+    assert len(reply.text) < 1000
+
+
+async def test_huge_integer_of_a_chat_is_refused_without_its_digits(
+    http: httpx.AsyncClient,
+) -> None:
+    for name in ("max_completion_tokens", "max_tokens", "top_logprobs", "n", "seed"):
+        body = f'{{"messages": [{{"role": "user", "content": "hi"}}], "{name}": {LARGEST}}}'
+        reply = await http.post(CHAT, content=body, headers=JSON)
+        assert reply.status_code == 400, (name, reply.text[:300])
+        assert len(reply.text) < 1000, name
