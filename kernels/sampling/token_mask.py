@@ -14,6 +14,7 @@ from torch import Tensor
 from penstock.kernels.checks import check
 from penstock.kernels.cpu_common.numba_runtime import configure_numba, has_numba
 from penstock.kernels.fallback import record_fallback
+from penstock.kernels.sampling.op import finite_rows
 from penstock.kernels.sampling.triton_token_mask import apply_token_mask_triton_
 from penstock.kernels.triton_common.launch import use_triton
 
@@ -59,7 +60,7 @@ def apply_host_masks_(
         A mask [R]: True for rows that had neither NaN nor Inf before the masks were applied.
     """
     if not (len(rows) and has_numba() and logits.is_contiguous()):
-        finite: npt.NDArray[np.bool_] = logits.isfinite().all(-1).numpy()
+        finite: npt.NDArray[np.bool_] = finite_rows(logits).numpy()
         if len(rows):  # torch rejects the strides of an empty numpy array
             apply_token_mask_(logits, torch.from_numpy(rows), torch.from_numpy(words))
         return finite

@@ -78,14 +78,14 @@ class Explainer:
         for reply in replies:
             if isinstance(reply, pb.ExplainReply):
                 return reply
-        names = ", ".join(
-            other.router
+        failed = ", ".join(
+            f"{other.router} ({status.name})"
             for other, status in zip(others, replies, strict=True)
-            if status is not grpc.StatusCode.NOT_FOUND
+            if isinstance(status, grpc.StatusCode) and status is not grpc.StatusCode.NOT_FOUND
         )
-        if names:
+        if failed:
             raise ServingError(
-                Code.UNAVAILABLE, f"no answer from these routers: {names}. Try again"
+                Code.UNAVAILABLE, f"these routers gave no explanation: {failed}. Try again"
             )
         raise ServingError(
             Code.NOT_FOUND,

@@ -144,7 +144,7 @@ class Conversation:
 
     def _add_message(self, item: InputItem) -> None:
         if item.role not in ROLES:
-            given = repr(item.role[:40]) if item.role else "absent"
+            given = "absent" if item.role is None else repr(item.role[:40])
             raise invalid(
                 f"a message's role must be one of {', '.join(ROLES)}, but is {given}", FIELD
             )
