@@ -19,6 +19,7 @@ from torch import Tensor
 from penstock.common.gguf.checkpoint import is_gguf, open_gguf
 from penstock.common.gguf.tensor_types import BY_NAME
 from penstock.kernels.linear.quantized import has_weight_only_kernel, supports_dequantizing
+from penstock.workers.models.config import BadCheckpoint
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.spec import ModelSpec
 from penstock.workers.models.weight_scheme import WeightScheme
@@ -32,6 +33,8 @@ from penstock.workers.weights.tensor_entry import TensorEntry
 
 GROUP = 32
 """Inputs per block, and per group of the packed weights."""
+
+_SCALE_BYTES = 2  # a block begins with its float16 scale
 
 _HELD_GROUP_BYTES = 5
 """Bytes in memory per output and group: a float32 scale and a zero point."""
@@ -60,7 +63,7 @@ def _q4_0_words(blocks: Tensor) -> Tensor:
 
 
 def _scales(blocks: Tensor) -> Tensor:
-    return as_float(blocks[:, :2])
+    return as_float(blocks[:, :_SCALE_BYTES])
 
 
 _FORMS = {
@@ -72,10 +75,18 @@ _FORMS = {
 
 @dataclass(frozen=True, slots=True)
 class PackedTensor(TensorEntry):
-    """The codes or the scales of a matrix in a GGUF file; `shape` and `dtype` are of this part."""
+    """The codes or the scales of a matrix in a GGUF file; `shape` and `dtype` are of this part.
+
+    Attributes:
+        matrix: The matrix.
+        convert: Converts blocks to items of this part.
+        scale_bytes: By rows, the scales of the blocks that were read for the codes. The scales are
+            then loaded without another read. Both parts have the same dict.
+    """
 
     matrix: GgufEntry
     convert: Callable[[Tensor], Tensor]
+    scale_bytes: dict[Ranges | None, list[Tensor]]
 
     @property
     def stored_name(self) -> str:
@@ -94,7 +105,35 @@ class PackedTensor(TensorEntry):
         progress: Callable[[int], None],
         region: Region = (),
     ) -> None:
-        self.matrix.load_converted(target, file, progress, region, self.convert, self.bytes_of)
+        read, kept = partial(self.matrix.read_rows, file, target.device), list[Tensor]()
+        rows = region[0] if region else None
+        if self.dtype == "F16" and rows in self.scale_bytes:
+            rest = iter(self.scale_bytes.pop(rows))
+            self._load(target, lambda first, count: next(rest), progress, region)
+            return
+
+        def read_and_keep(first: int, count: int) -> Tensor:
+            blocks = read(first, count)
+            kept.append(blocks[:, :_SCALE_BYTES].clone())
+            return blocks
+
+        self._load(target, read_and_keep, progress, region)
+        if self.dtype != "F16":
+            self.scale_bytes[rows] = kept
+
+    def _load(
+        self,
+        target: Tensor,
+        read: Callable[[int, int], Tensor],
+        progress: Callable[[int], None],
+        region: Region,
+    ) -> None:
+        self.matrix.load_converted(target, read, progress, region, self.convert, self.bytes_of)
+        if self.dtype == "F16" and not target.isfinite().all():
+            raise BadCheckpoint(
+                f"{self.path} is corrupt: tensor {self.stored_name} has a scale that is not a "
+                "finite number. Copy or download it again"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,19 +238,26 @@ def split_packed(
         matrix = found.pop(f"{name}.weight")
         assert isinstance(matrix, GgufEntry)
         form = _FORMS[matrix.dtype]
-        make = partial(_packed_tensor, matrix, name)
+        make = partial(_packed_tensor, matrix, name, {})
         found[f"{name}.{form.codes}"] = make(form.codes, form.dtype, form.convert)
         found[f"{name}.{form.scheme.scale_name}"] = make(form.scheme.scale_name, "F16", _scales)
     return found
 
 
 def _packed_tensor(
-    matrix: GgufEntry, module: str, suffix: str, dtype: str, convert: Callable[[Tensor], Tensor]
+    matrix: GgufEntry,
+    module: str,
+    scale_bytes: dict[Ranges | None, list[Tensor]],
+    suffix: str,
+    dtype: str,
+    convert: Callable[[Tensor], Tensor],
 ) -> PackedTensor:
     outputs, inputs = matrix.shape
-    block_bytes = 2 if dtype == "F16" else BY_NAME[matrix.dtype].block_bytes - 2
+    is_scales = dtype == "F16"
+    block_bytes = _SCALE_BYTES if is_scales else BY_NAME[matrix.dtype].block_bytes - _SCALE_BYTES
     shape = outputs, inputs // GROUP * (block_bytes // _ITEM_BYTES[dtype])
     num_bytes = outputs * inputs // GROUP * block_bytes
     return PackedTensor(
-        matrix.path, f"{module}.{suffix}", dtype, shape, matrix.start, num_bytes, matrix, convert
+        *(matrix.path, f"{module}.{suffix}", dtype, shape, matrix.start, num_bytes),
+        *(matrix, convert, scale_bytes),
     )

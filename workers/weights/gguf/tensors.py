@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from io import BufferedReader
 from pathlib import Path
 
@@ -55,12 +56,13 @@ class GgufEntry(TensorEntry):
         progress: Callable[[int], None],
         region: Region = (),
     ) -> None:
-        self.load_converted(target, file, progress, region, self._floats, self.bytes_of)
+        read = partial(self.read_rows, file, target.device)
+        self.load_converted(target, read, progress, region, self._floats, self.bytes_of)
 
     def load_converted(
         self,
         target: Tensor,
-        file: BufferedReader,
+        read: Callable[[int, int], Tensor],
         progress: Callable[[int], None],
         region: Region,
         convert: Callable[[Tensor], Tensor],
@@ -69,6 +71,7 @@ class GgufEntry(TensorEntry):
         """Load converted blocks as in `load`: `target` and `region` are of the converted matrix.
 
         Args:
+            read: Returns the blocks of a number of rows from the first of them on, as `read_rows`.
             convert: Converts blocks [n, bytes of a block] to items [n, items per block].
             bytes_of: Returns how many bytes of the file count as a number of converted items.
         """
@@ -76,7 +79,7 @@ class GgufEntry(TensorEntry):
         matrix = target.view(-1, 1) if target.dim() == 1 else target
         filled = done = 0
         for first, count in self._chunks(rows):
-            items = convert(self._read(file, first, count, target.device)).reshape(count, -1)
+            items = convert(read(first, count)).reshape(count, -1)
             if columns is not None:
                 items = torch.cat([items[:, start:end] for start, end in columns], 1)
             if self.head_rows:
@@ -109,7 +112,9 @@ class GgufEntry(TensorEntry):
     def _row_items(self) -> int:
         return self.shape[1] if len(self.shape) == 2 else 1
 
-    def _read(self, file: BufferedReader, first: int, count: int, device: torch.device) -> Tensor:
+    def read_rows(
+        self, file: BufferedReader, device: torch.device, first: int, count: int
+    ) -> Tensor:
         """Return the blocks of `count` rows on `device`: [n, bytes of a block] uint8."""
         row_bytes = self.bytes_of(self._row_items)
         buffer = bytearray(count * row_bytes)

@@ -28,6 +28,7 @@ from penstock.workers.parallel.mesh import Mesh
 from penstock.workers.weights import loading, quantized_method
 from penstock.workers.weights.gguf import loading_log, packed_blocks
 from penstock.workers.weights.gguf.packed_blocks import has_packable_blocks, keeps_blocks
+from penstock.workers.weights.gguf.tensors import GgufEntry
 from penstock.workers.weights.loading import load_model
 from penstock.workers.weights.sharding import regions
 from tests.support.checkpoints import VOCAB_SIZE
@@ -201,6 +202,36 @@ def test_progress_covers_exactly_the_bytes_of_the_file(tmp_path: Path, kernel: N
     )
     assert calls[-1] == (expected, expected)
     assert [done for done, _ in calls] == sorted(done for done, _ in calls)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (4, 1, 1)])
+def test_each_block_is_read_once(
+    shape: tuple[int, int, int], tmp_path: Path, kernel: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_gguf(tmp_path / "m", "llama2", "Q8_0")
+    read: list[tuple[str, int]] = []
+    read_rows = GgufEntry.read_rows
+
+    def recorded(entry: GgufEntry, file: Any, device: Any, first: int, count: int) -> Tensor:
+        read.extend((entry.own_name, row) for row in range(first, first + count))
+        return read_rows(entry, file, device, first, count)
+
+    monkeypatch.setattr(GgufEntry, "read_rows", recorded)
+    load_model(path, "float32", CPU, ranks=ranks_of(Mesh(*shape).coord(0)))
+    assert any("attn_q" in name for name, _ in read)
+    assert len(set(read)) == len(read)
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_scale_that_is_not_finite_is_refused(bad: float, tmp_path: Path, kernel: None) -> None:
+    path = make_gguf(tmp_path / "m", "llama2", "Q8_0")
+    start = open_gguf(path).tensors["blk.1.ffn_up.weight"].start
+    with path.open("r+b") as file:
+        file.seek(start + 7 * 34)
+        file.write(np.float16(bad).tobytes())
+    words = r"tensor blk\.1\.ffn_up\.weight has a scale that is not a finite number"
+    with pytest.raises(BadCheckpoint, match=words):
+        load_model(path, "float32", CPU)
 
 
 def method_names(decoder: Decoder) -> dict[str, str]:
