@@ -171,7 +171,7 @@ def worker_stats_metrics(workers: Sequence[tuple[str, WorkerStats]]) -> Iterator
         "penstock_step_tokens",
         "Tokens per engine step: computed prompt tokens and generated tokens.",
         ["worker"],
-        (([name], each.step_tokens) for name, each in workers),
+        (([name], each.step_tokens) for name, each in workers if each.step_token_bounds),
     )
 
 

@@ -62,7 +62,7 @@ def _worker_metrics(
         "vllm:iteration_tokens_total",
         "Tokens per engine step: computed prompt tokens and generated tokens.",
         LABELS,
-        ((labels, each.step_tokens) for labels, each in named),
+        ((labels, each.step_tokens) for labels, each in named if each.step_token_bounds),
     )
 
 

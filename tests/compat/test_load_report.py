@@ -22,8 +22,8 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "hi", "max_tokens": 3},
     "/v1/responses": {"input": "hello", "max_output_tokens": 16},
 }
-TEXT = "TEXT named_metrics.kv_cache_usage_perc=0.125, named_metrics.num_requests_waiting=3.0"
-NAMED = {"kv_cache_usage_perc": 0.125, "num_requests_waiting": 3.0}
+TEXT = "TEXT named_metrics.kv_cache_usage_perc=0.12, named_metrics.num_requests_waiting=3.0"
+NAMED = {"kv_cache_usage_perc": 0.12, "num_requests_waiting": 3.0}
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")

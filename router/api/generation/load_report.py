@@ -39,7 +39,8 @@ def load_headers(request: Request, frontend: Frontend) -> Callable[[], Mapping[s
     def headers() -> Mapping[str, str]:
         load = frontend.cluster_load.read()
         metrics = {
-            "kv_cache_usage_perc": load.kv_usage,
+            # rounded, so that clients cannot see single blocks of other clients
+            "kv_cache_usage_perc": round(load.kv_usage, 2),
             "num_requests_waiting": float(load.num_waiting),
         }
         return {RESPONSE_HEADER: f"{name} {encode(metrics)}"}
