@@ -26,6 +26,7 @@ MAY_IMPORT = {
 SHARED_RECORDS = {
     "penstock.common.block_hash",
     "penstock.common.invalid_parameter",
+    "penstock.common.number_text",
     "penstock.common.sampling_params",
     "penstock.common.structured_outputs",
     "penstock.common.thinking_budget",
@@ -36,12 +37,15 @@ SHARED_RECORDS = {
 DECIDING = {
     "penstock.common.block_hash": {"numpy"},
     "penstock.common.invalid_parameter": set(),
+    "penstock.common.number_text": set(),
     "penstock.common.sampling_params": {
-        *("penstock.common.invalid_parameter", "penstock.common.structured_outputs"),
-        "penstock.common.thinking_budget",
+        *("penstock.common.invalid_parameter", "penstock.common.number_text"),
+        *("penstock.common.structured_outputs", "penstock.common.thinking_budget"),
     },
     "penstock.common.structured_outputs": {"penstock.common.invalid_parameter"},
-    "penstock.common.thinking_budget": {"penstock.common.invalid_parameter"},
+    "penstock.common.thinking_budget": {
+        *("penstock.common.invalid_parameter", "penstock.common.number_text"),
+    },
     "penstock.common.worker_load": set(),
     "penstock.workers.scheduling": {"numpy", *SHARED_RECORDS},
     "penstock.workers.kv_transfer.shards": {"penstock.workers.scheduling.sequence"},

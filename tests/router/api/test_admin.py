@@ -80,6 +80,7 @@ async def test_one_scrape_has_the_metrics_of_a_cluster(config: RouterConfig) -> 
     workers = [StubWorker("p0", "prefill", peers=peers), StubWorker("d0", "decode", peers=peers)]
     for worker in workers:
         worker.welcome.step_bounds.extend([0.01, 0.1])
+        worker.welcome.step_token_bounds.extend([1, 16])
     async with serving(config, *workers) as served, client_of(served) as http:
         reply = await http.post("/v1/completions", json=BODY)
         assert reply.status_code == 200
@@ -169,11 +170,16 @@ async def test_worker_without_step_bounds_does_not_break_the_scrape(
     config: RouterConfig,
 ) -> None:
     odd = StubWorker("odd")  # its load reports have step counts, but no bounds
+    odd.welcome.step_token_bounds.extend([1, 16])  # and these have bounds, but no counts
     async with serving(config, odd, StubWorker("even")) as served, client_of(served) as http:
         odd.send(pb.ToRouter(step=pb.Step(load=LOAD)))
         await until(lambda: served.router.frontend.take_snapshot().pools[0].running == 3)
         values = await scrape(http)
     assert value(values, "step_seconds_count", worker="odd") == 7
+    assert value(values, "step_tokens_count", worker="odd") == 7
+    assert not any(
+        name.startswith("penstock_step_tokens") and ("worker", "even") in labels for name, labels in values
+    )
     assert value(values, "worker_up", worker="even") == 1
 
 
@@ -444,7 +450,9 @@ async def test_openmetrics_format_on_request(served: Served) -> None:
         reply = await http.get("/metrics", headers=accept)
     assert reply.headers["content-type"].startswith("application/openmetrics-text")
     families = openmetrics_families(reply.text)  # type: ignore[no-untyped-call]
-    assert names(values_of(families)) >= SERIES
+    # The worker reports no bounds of tokens per step.
+    expected = {name for name in SERIES if not name.startswith("penstock_step_tokens")}
+    assert names(values_of(families)) >= expected
 
 
 MEDIA_TYPES = st.sampled_from(["application/openmetrics-text", "text/plain", "*/*", ""]) | st.text()

@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.loadtests.simulator.model.hash_model import copy_blocks
-from penstock.workers.scheduling.sequence import Admitted, Finished, Reserved
+from penstock.workers.scheduling.sequence import Admitted, Finished, Preempted, Reserved
 from tests.support.batcher_bench import Bench, sequence, transfer_blocks
 
 
@@ -78,7 +78,7 @@ def test_blocks_are_not_transferred_again_after_a_preemption() -> None:
     decode.expect(new)
     assert decode.batcher.load().preemptions == 1
     kinds = [type(event) for event in decode.batcher.events() if event.key == "d"]
-    assert kinds == [Admitted, Reserved, Admitted, Finished]
+    assert kinds == [Admitted, Reserved, Preempted, Admitted, Finished]
 
 
 def test_reserved_blocks_of_a_dropped_sequence_stay_until_the_transfer_drains() -> None:
