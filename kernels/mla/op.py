@@ -99,7 +99,10 @@ def plan_mla(
     chosen, tiled = np.flatnonzero(absorbs), None
     in_kernel = runs_kernel(layer)
     if one_path and not in_kernel:
-        raise ValueError(f"no batch-invariant MLA for {layer.dtype} on {layer.device}")
+        raise ValueError(
+            "batch-invariant MLA needs a GPU and float32, float16 or bfloat16, not "
+            f"{layer.dtype} on {layer.device}"
+        )
     if in_kernel and len(chosen):
         starts = np.concatenate(([0], np.cumsum(lengths[chosen])))
         tiled = TiledPlan.of(

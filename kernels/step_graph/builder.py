@@ -134,7 +134,9 @@ class GraphBuilder:
             or normalised.stop > x.width
             or (columns is None and dim != x.width)
         ):
-            raise UnsupportedGraph(f"norm of {dim} features over {x}, columns {columns}")
+            raise UnsupportedGraph(
+                f"a norm of {dim} features cannot cover columns {normalised} of {x}"
+            )
         assert normalised.step == 1
         assert x.width == out.width
         self._append(Norm(x, _plain(weight), eps, out, normalised.start, len(normalised)))
@@ -195,8 +197,8 @@ class GraphBuilder:
         head_dim = num_features(self._cache)
         if (num_sides, num_kv_heads, head_dim) != (2, params.num_kv_heads, params.head_dim):
             raise UnsupportedGraph(
-                f"a KV cache of shape {list(self._cache.shape)}, which does not fit "
-                f"{params.num_kv_heads} KV heads"
+                f"a KV cache of shape {list(self._cache.shape)}: 2 sides, {params.num_kv_heads} KV "
+                f"heads and {params.head_dim} features expected"
             )
         if params.num_heads > MAX_GROUP * num_kv_heads:
             raise UnsupportedGraph(

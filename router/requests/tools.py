@@ -72,7 +72,10 @@ def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
     for index, tool in enumerate(tools):
         where = f"tools.{index}"
         if tool.get("type") != "function":
-            raise invalid(f"{where}.type must be function", "tools")
+            raise invalid(
+                f"{where}.type must be function, not {tool.get('type')!r:.40}: send functions only",
+                "tools",
+            )
         function = tool.get("function")
         if not isinstance(function, dict):
             raise invalid(f"{where}.function must be an object", "tools")

@@ -101,7 +101,7 @@ def function(**more: Any) -> list[Any]:
 
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
-    ({"tools": [{"type": "custom"}]}, "tools", "tools.0.type must be function"),
+    ({"tools": [{"type": "custom"}]}, "tools", "tools.0.type must be function, not 'custom'"),
     ({"tools": [{"type": "function"}]}, "tools", "tools.0.function must be an object"),
     ({"tools": function(name="")}, "tools", "tools.0.function.name must have 1 to 128"),
     ({"tools": function(name="a b")}, "tools", "tools.0.function.name must have 1 to 128"),

@@ -65,7 +65,9 @@ def _open_folder(folder: Path) -> None:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-        raise PermissionError(f"{folder} is not a folder of this user")
+        raise PermissionError(
+            f"{folder} must be a folder (no link) of this user: set another crash_dump_dir"
+        )
 
 
 def _state_or_error(state_source: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:

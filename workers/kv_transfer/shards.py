@@ -129,7 +129,10 @@ def check_same_coverage(ours: Sequence[LayerHeadRange], theirs: Sequence[LayerHe
     same_size = sum(each.area for each in peer_ranges) == sum(own.area for own in held)
     covered = all(_overlap_area(own, peer_ranges) == own.area for own in held)
     if not (real and apart and same_size and covered):
-        raise BadShard("the ranks of both sides do not hold the same layers and heads")
+        raise BadShard(
+            f"the peer's {len(peer_ranges)} ranges of layers and heads do not hold the same as the "
+            f"{len(held)} ranges of this worker, each layer and head once"
+        )
 
 
 def _overlap_area(own: LayerHeadRange, ranges: Iterable[LayerHeadRange]) -> int:

@@ -132,7 +132,10 @@ class Decoder:
             UnsupportedGraph: if the graph cannot represent a layer.
         """
         if self.ranks is not SINGLE_RANK or self.dtype != torch.float32:
-            raise UnsupportedGraph("several ranks, or a dtype other than float32")
+            raise UnsupportedGraph(
+                f"one rank and float32 expected, not {self.dtype}, single rank: "
+                f"{self.ranks is SINGLE_RANK}"
+            )
         hidden = graph.alloc(self.spec.hidden_size)
         angles = tuple(graph.alloc(2 * 2 * len(each.frequencies)) for each in self.rotaries)
         for number, layer in enumerate(self.layers):

@@ -95,7 +95,7 @@ def _check_lengths(new: NewSequence, num_tokens: int, limits: SchedulerConfig) -
         )
     if not 0 <= new.source_len < num_tokens:
         raise NeverFits(
-            f"the KV positions offered must be 0 to {num_tokens - 1}, not {new.source_len}"
+            f"the source offers {new.source_len} KV positions: 0 to {num_tokens - 1} expected"
         )
     # The last token ends the sequence: its K and V are never computed.
     longest = new.num_prompt + params.answer_limit(new.num_prompt, limits.max_model_len) - 1

@@ -147,7 +147,10 @@ def checked_root(schema: Any) -> tuple[Mapping[str, Any], str]:
     path = ""
     found = target(schema, schema)
     if not isinstance(found, dict):
-        raise UnsupportedSchemaError("/$ref", "the reference does not exist in the schema")
+        name = schema.get("$ref") if isinstance(schema, dict) else schema
+        raise UnsupportedSchemaError(
+            "/$ref", f"{name!r:.80} leads to no object in this schema: correct the reference"
+        )
     if found is not schema:
         path = str(schema["$ref"])[1:]
         _check_root(schema, "", {"$ref"})

@@ -169,7 +169,7 @@ def _tag(path: str, structure: Any, triggers: list[Any]) -> StructTag:
         raise invalid(f"{path}.schema must be a JSON Schema (an object)")
     found = [each for each in triggers if isinstance(each, str) and each and begin.startswith(each)]
     if not found:
-        raise invalid(f"{path}.begin must start with one of the triggers")
+        raise invalid(f"{path}.begin is {begin!r:.80}: it must start with one of the triggers")
     with_options = {**schema, "x-guidance": dict(SCHEMA_OPTIONS)}
     return StructTag(trigger=found[0], begin=begin, grammar=with_options, end=end)
 

@@ -51,7 +51,11 @@ class Tool(ClosedModel):
         if self.defer_loading:
             raise invalid(f"{where}.defer_loading is not supported: leave it out", "tools")
         if self.allowed_callers not in (None, ["direct"]):
-            raise invalid(f"{where}.allowed_callers must be direct: leave it out", "tools")
+            raise invalid(
+                f"{where}.allowed_callers must be ['direct'], not {self.allowed_callers!r:.40}: "
+                "leave it out",
+                "tools",
+            )
 
 
 class OtherTool(StrictModel):

@@ -68,7 +68,7 @@ INVALID = [
     (tag(structures=[3]), r"structural_tag.structures\[0\] must be an object"),
     (tag(structures=[{**TAG, "schema": 3}]), r"structures\[0\].schema must be a JSON Schema"),
     (tag(structures=[{**TAG, "end": None}]), r"the strings begin \(not empty\) and end"),
-    (tag(triggers=["<g"]), "begin must start with one of the triggers"),
+    (tag(triggers=["<g"]), "begin is '<f=a>': it must start with one of the triggers"),
 ]
 
 

@@ -96,7 +96,10 @@ def message(**fields: Any) -> dict[str, Any]:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": HI, "tools": ["{"]}, "tools is not valid JSON"),
     ({"messages": HI, "tools": ["[1]"]}, "tools must be a JSON object"),
-    ({"messages": HI, "tools": ['{"type": "x"}']}, "tools.0.type must be function"),
+    (
+        {"messages": HI, "tools": ['{"type": "x"}']},
+        "tools.0.type must be function, not 'x': send functions only",
+    ),
     ({"messages": HI, "tools": ['{"a":' + "[" * 70 + "]" * 70 + "}"]}, "more than 64 levels"),
     ({"messages": HI, "tools": ["{}"] * 513}, "at most 512 tools, not 513"),
     ({"messages": HI, "documents": ["x"]}, "documents is not valid JSON"),
