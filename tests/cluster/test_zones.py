@@ -2,6 +2,7 @@
 
 import asyncio
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,21 @@ class Zones:
     def kill(self, name: str) -> None:
         self._cluster.remove_node(self._nodes.pop(name), allow_graceful=False)
 
+    def restore(self) -> None:
+        """Replace killed nodes, and wait until no process of an earlier test holds CPUs."""
+        for name in NODES[1:]:
+            if name not in self._nodes:
+                self._nodes[name] = self._cluster.add_node(wait=False, **node(name))
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        while not self._is_free():
+            assert time.monotonic() < deadline, f"not all CPUs are free: {ray.nodes()}"
+            time.sleep(0.1)
+
+    def _is_free(self) -> bool:
+        free = ray.available_resources().get("CPU", 0.0)
+        alive = [each["Labels"].get("name") for each in ray.nodes() if each["Alive"]]
+        return sorted(alive) == sorted(NODES) and free == 2.0 * len(NODES)
+
     def end(self) -> None:
         ray.shutdown()
         self._cluster.shutdown()
@@ -77,6 +93,12 @@ def zones() -> Iterator[Zones]:
         found = Zones()
         yield found
         found.end()
+
+
+@pytest.fixture(autouse=True)
+def whole(zones: Zones) -> None:
+    """Give each test all nodes."""
+    zones.restore()
 
 
 def test_label_that_no_node_has_ends_the_start_with_an_error(zones: Zones) -> None:
