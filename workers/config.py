@@ -69,7 +69,8 @@ class WorkerConfig:
     max_threads: int | None = None
     dtype: str = "auto"  # auto: float32 on a CPU, bfloat16 on a GPU
     quantization: str = "none"  # quantization of the weights
-    # "auto" is bfloat16 for INT8 weights on a CPU, else `dtype`. "fp8" and "int8" store scales.
+    # "auto": bfloat16 if the weights are INT8 on a CPU, otherwise `dtype`. "fp8" and "int8": 8-bit
+    # values with scales.
     kv_cache_dtype: str = "auto"
     attention_backend: str = "auto"  # "auto": Penstock's own kernels; other values need a GPU
     deterministic: bool = False  # deterministic mode: results do not depend on the batch

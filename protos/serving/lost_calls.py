@@ -13,10 +13,10 @@ type mean that the server used gRPC in a wrong way."""
 
 
 class _LostCalls(logging.Filter):
-    """Drops gRPC's records of replies that could not be sent, and logs them as DEBUG instead.
+    """Drops gRPC's error records of replies that could not be sent, and logs DEBUG records instead.
 
-    If a client disconnects or its deadline expires, the reply can no longer be sent. gRPC logs
-    nothing if it has noticed this before, but otherwise an error with a traceback.
+    A reply cannot be sent after the client has disconnected or its deadline has expired. If gRPC
+    learns of this only while it sends the reply, it logs an error with a traceback.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:

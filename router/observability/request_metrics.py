@@ -16,7 +16,7 @@ TOKEN_BOUNDS = (
 REQUEST_BOUNDS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, 300.0, 600.0)
 LENGTH_BOUNDS = tuple(float(2**power) for power in range(18))
 COUNT_BOUNDS = tuple(float(2**power) for power in range(7))
-PREEMPTION_BOUNDS = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 20.0)  # those of vLLM, and 0
+PREEMPTION_BOUNDS = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 20.0)  # vLLM's bounds, and 0
 TRANSFER_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 
 REASONS: Mapping[ev.Status, str] = {

@@ -76,14 +76,21 @@ class WorkerStats:
 
     @property
     def step_tokens(self) -> tuple[Sequence[float], Sequence[int], int]:
-        """The histogram of tokens per step: bounds, steps per bucket, and all tokens."""
+        """The histogram of tokens per step.
+
+        It consists of the bounds of the buckets, the number of steps in each bucket, and the number
+        of tokens of all steps.
+        """
         bounds, counts = self._buckets(self.step_token_bounds, self.load.step_token_counts)
         return bounds, counts, self.load.step_tokens
 
     def _buckets(
         self, bounds: Sequence[float], counts: Sequence[int]
     ) -> tuple[Sequence[float], Sequence[int]]:
-        """Return bounds and counts of steps as lists; one bucket if they do not match."""
+        """Return the bounds of buckets and the number of steps in each bucket.
+
+        If the two lengths do not match, all steps are in one bucket without bounds.
+        """
         if len(counts) != len(bounds) + 1:  # an exception would hide the metrics of all workers
             return (), (self.load.num_steps,)
         return list(bounds), list(counts)

@@ -118,7 +118,7 @@ async def test_waiting_requests_are_counted_by_reason(config: RouterConfig) -> N
         if name.startswith("vllm:num_requests_")
     }
     assert values == {
-        ("running", "w0", None): 3,  # without the sequence that waits for its KV transfer
+        ("running", "w0", None): 3,  # the sequence that waits for its KV transfer is not counted
         ("waiting", "w0", None): 2 + 1 + 3,
         ("waiting_by_reason", "w0", "capacity"): 2,
         ("waiting_by_reason", "w0", "deferred"): 1 + 3,

@@ -39,7 +39,7 @@ def load_headers(request: Request, frontend: Frontend) -> Callable[[], Mapping[s
     def headers() -> Mapping[str, str]:
         load = frontend.cluster_load.read()
         metrics = {
-            # rounded, so that clients cannot see single blocks of other clients
+            # Rounded, so that a client cannot infer the allocation of single blocks to others.
             "kv_cache_usage_perc": round(load.kv_usage, 2),
             "num_requests_waiting": float(load.num_waiting),
         }

@@ -1,4 +1,4 @@
-"""gRPC's log records of calls that ended while their reply was being sent."""
+"""gRPC's error records are dropped for calls that end before their reply is sent."""
 
 import logging
 

@@ -182,7 +182,7 @@ def keeps_blocks(
 
 
 def has_packable_blocks(model: Path) -> bool:
-    """Return whether a GGUF file has matrices, besides the embeddings, of a suitable type."""
+    """Return whether any matrix of a GGUF file, except the embeddings, is Q8_0 or Q4_0."""
     tensors = open_gguf(model).tensors
     return any(
         each.type.name in _FORMS for name, each in tensors.items() if name != "token_embd.weight"

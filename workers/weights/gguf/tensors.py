@@ -115,7 +115,10 @@ class GgufEntry(TensorEntry):
     def read_rows(
         self, file: BufferedReader, device: torch.device, first: int, count: int
     ) -> Tensor:
-        """Return the blocks of `count` rows on `device`: [n, bytes of a block] uint8."""
+        """Return the blocks of `count` rows from row `first` on, on `device`.
+
+        The shape is [number of blocks, bytes per block], the dtype uint8.
+        """
         row_bytes = self.bytes_of(self._row_items)
         buffer = bytearray(count * row_bytes)
         file.seek(self.start + first * row_bytes)

@@ -44,7 +44,7 @@ MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "dow
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep blocks packed on every CPU: without AVX-512, torch converts tiles."""
+    """Keep blocks packed on every CPU. Without AVX-512, torch then multiplies dequantized tiles."""
     monkeypatch.setattr(packed_blocks, "has_weight_only_kernel", lambda *args: True)
 
 
@@ -65,7 +65,7 @@ def packed_linears(decoder: Decoder) -> Iterator[tuple[tuple[str, ...], Linear, 
 
 
 def matrices(decoder: Decoder) -> dict[str, Tensor]:
-    """Return the dequantized packed weights by the names of the checkpoint."""
+    """Return the weights that stay packed, dequantized, by their tensor names."""
     found: dict[str, Tensor] = {}
     for names, linear, packed in packed_linears(decoder):
         rows = torch.split(packed.matrix.dequantize(), linear.module_sizes(names))
@@ -114,8 +114,9 @@ def test_products_are_those_of_the_dequantized_weights(
         expected, sizes = x.double() @ exact.T, x.abs().double() @ exact.abs().T
         if bias is not None:
             expected, sizes = expected + bias.double(), sizes + bias.abs().double()
-        # A term is rounded as a product, when it is multiplied by the scale, and in at most one
-        # sum per input and for the bias, each time by a factor of at most 1 + 2^-24.
+        # Each term is rounded once as a product, once when it is multiplied by the scale, at most
+        # once for each input that is added, and once for the bias. Each rounding changes it by a
+        # factor of at most 1 + 2^-24.
         count = matrix.shape[1] + 3
         bound = count * 2.0**-24 / (1 - count * 2.0**-24) * sizes
         assert ((product(x).double() - expected).abs() <= bound).all(), names
