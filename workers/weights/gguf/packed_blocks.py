@@ -105,12 +105,36 @@ class PackedTensor(TensorEntry):
         progress: Callable[[int], None],
         region: Region = (),
     ) -> None:
-        read, kept = partial(self.matrix.read_rows, file, target.device), list[Tensor]()
         rows = region[0] if region else None
-        if self.dtype == "F16" and rows in self.scale_bytes:
-            rest = iter(self.scale_bytes.pop(rows))
-            self._load(target, lambda first, count: next(rest), progress, region)
+        read = partial(self.matrix.read_rows, file, target.device)
+        if not self._is_scales:
+            self._load_codes(target, read, progress, region, rows)
             return
+        if rows in self.scale_bytes:
+            kept = iter(self.scale_bytes.pop(rows))
+            self._load(target, lambda first, count: next(kept), progress, region)
+        else:
+            self._load(target, read, progress, region)
+        if not target.isfinite().all():
+            raise BadCheckpoint(
+                f"{self.path} is corrupt: tensor {self.stored_name} has a scale that is not a "
+                "finite number. Copy or download it again"
+            )
+
+    @property
+    def _is_scales(self) -> bool:
+        return self.dtype == "F16"
+
+    def _load_codes(
+        self,
+        target: Tensor,
+        read: Callable[[int, int], Tensor],
+        progress: Callable[[int], None],
+        region: Region,
+        rows: Ranges | None,
+    ) -> None:
+        """Load the codes, and keep the scales of the blocks that are read."""
+        kept: list[Tensor] = []
 
         def read_and_keep(first: int, count: int) -> Tensor:
             blocks = read(first, count)
@@ -118,8 +142,7 @@ class PackedTensor(TensorEntry):
             return blocks
 
         self._load(target, read_and_keep, progress, region)
-        if self.dtype != "F16":
-            self.scale_bytes[rows] = kept
+        self.scale_bytes[rows] = kept
 
     def _load(
         self,
@@ -129,11 +152,6 @@ class PackedTensor(TensorEntry):
         region: Region,
     ) -> None:
         self.matrix.load_converted(target, read, progress, region, self.convert, self.bytes_of)
-        if self.dtype == "F16" and not target.isfinite().all():
-            raise BadCheckpoint(
-                f"{self.path} is corrupt: tensor {self.stored_name} has a scale that is not a "
-                "finite number. Copy or download it again"
-            )
 
 
 @dataclass(frozen=True, slots=True)
