@@ -29,10 +29,8 @@ from penstock.loadtests.comparison.process import EngineFailed
 from penstock.loadtests.comparison.record import BadRecord, Record, merged, read
 from penstock.loadtests.comparison.rounds import Rounds
 from penstock.loadtests.comparison.work import Work
-from penstock.workers.config import WorkerConfig
 
 PROGRAM = "python -m penstock.loadtests.comparison"
-_NOT_THERE = "this engine has no such quantization yet"
 _KNOWN = ", ".join(BY_NAME)
 
 
@@ -69,8 +67,6 @@ class Run:
         for engine in ENGINES:
             if engine.name in self.without or (self.engines and engine.name not in self.engines):
                 reasons[engine.name] = "left out by a flag"
-            elif engine.quantization and engine.is_ours and not _quantizes():
-                reasons[engine.name] = _NOT_THERE
         return reasons
 
     @property
@@ -81,10 +77,6 @@ class Run:
     def stem(self) -> Path:
         day = datetime.now(UTC).date().isoformat()
         return Path(self.save or f"loadtests/results/peers-{self.model}-{day}")
-
-
-def _quantizes() -> bool:
-    return "quantization" in {each.name for each in dataclasses.fields(WorkerConfig)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -151,9 +151,9 @@ class Cost:
         return 2 * (self.body + self.head) * count + self.attention * looked_at
 
     @property
-    def bytes_a_token(self) -> int:
-        """Number of bytes of fp32 weights that are read per token at batch size 1."""
-        return 4 * (self.body + self.head)
+    def weights_a_token(self) -> int:
+        """Number of weights that are read per token at batch size 1."""
+        return self.body + self.head
 
 
 def _sizes(folder: Path) -> Iterator[tuple[str, int]]:

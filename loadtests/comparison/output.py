@@ -6,6 +6,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from penstock.loadtests.comparison.engines import BY_NAME
 from penstock.loadtests.comparison.page import brief, page
 from penstock.loadtests.comparison.record import Record
 from penstock.loadtests.comparison.summary import PHASES, UNITS, Row
@@ -28,7 +29,8 @@ def show(record: Record) -> None:
     for row in rows:
         if row.tokens:
             agreement = f"{row.tokens.agreeing} of {row.tokens.total} tokens"
-            print(f"{row.engine.title}: {agreement} as transformers', up to the first difference")
+            judge = BY_NAME[row.engine.reference].title
+            print(f"{row.engine.title}: {agreement} before the first that differs from {judge}")
     for name, why in record.left_out.items():
         print(f"not measured: {name}: {why}")
 

@@ -140,14 +140,21 @@ def _kind(row: Row) -> str:
 def _agreement(rows: Sequence[Row]) -> str:
     compared = [(row, row.tokens) for row in rows if row.tokens]
     if not compared:
-        return "<p>Not compared: transformers was not measured.</p>"
+        return "<p>Not compared: no reference engine was measured.</p>"
     return _table(
-        ["fp32 engine", "tokens before the first that differs", "of", "earliest difference"],
+        [
+            "engine",
+            "compared with",
+            "tokens before the first that differs",
+            "of",
+            "earliest difference",
+        ],
         [
             (
                 _kind(row),
                 [
                     row.engine.title,
+                    BY_NAME[row.engine.reference].title,
                     str(tokens.agreeing),
                     str(tokens.total),
                     "none"

@@ -51,7 +51,7 @@ class EngineProcess:
     def __init__(self, engine: Engine, python: Path, options: dict[str, Any]) -> None:
         self.engine = engine
         self._words = tempfile.TemporaryFile()  # noqa: SIM115 (closed in `close`)
-        own = {"quantization": engine.quantization, "paused": not engine.fresh}
+        own = {"form": engine.form.name, "paused": not engine.fresh}
         settings = {**options, **own}
         command = [str(python), str(_ADAPTERS / "host.py"), engine.adapter, json.dumps(settings)]
         # The engine gets its own session, so that Ctrl-C in the terminal does not interrupt it.

@@ -17,12 +17,11 @@ from penstock.loadtests.micro.ab_runner import Quantiles
 
 PHASES = ("throughput", "tpot", "ttft")
 UNITS = {"throughput": "output tokens/s", "tpot": "ms a token", "ttft": "ms"}
-REFERENCE = "transformers"
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Comparison of an engine's greedy tokens with those of transformers."""
+    """Comparison of an engine's greedy tokens with those of its reference engine."""
 
     agreeing: int  # tokens before the first different token, summed over all answers
     total: int
@@ -59,11 +58,11 @@ def value(run: EngineRun, work: Work, phase: str) -> float:
 
 def limit(run: EngineRun, work: Work, cost: Cost, phase: str) -> float:
     """Return the best possible result within the measured limits of the machine (roofline)."""
-    int8 = bool(BY_NAME[run.engine].quantization)
-    names = ("gflops", "int8_gops") if int8 else ("gflops",)
+    form = BY_NAME[run.engine].form
+    names = ("gflops", "int8_gops") if form.has_int8_products else ("gflops",)
     arithmetic = 1e9 * max(run.limits[name] for name in names)
     memory = 1e9 * run.limits["memory_gbs"]
-    weights = cost.bytes_a_token / (4 if int8 else 1)
+    weights = cost.weights_a_token * form.bytes_per_weight
     if phase == "throughput":
         return work.requests * work.output_len / (batch_flops(cost, work) / arithmetic)
     if phase == "tpot":
@@ -116,7 +115,6 @@ def summarize(rounds: Sequence[Sequence[EngineRun]], work: Work, cost: Cost) -> 
     """Return one row per engine, in the order of ENGINES. `rounds` is indexed [round][engine]."""
     runs = [run for each in rounds for run in each]
     names = [name for name in BY_NAME if any(run.engine == name for run in runs)]
-    judge = _tokens(runs, REFERENCE)
     rows = []
     for name in names:
         mine = [run for run in runs if run.engine == name]
@@ -127,7 +125,7 @@ def summarize(rounds: Sequence[Sequence[EngineRun]], work: Work, cost: Cost) -> 
                 values=_quantiles(lambda run, phase: value(run, work, phase), mine),
                 reached=_quantiles(lambda run, phase: reached(run, work, cost, phase), mine),
                 ahead=_ahead(rounds, work, BY_NAME[name]),
-                tokens=_compared(BY_NAME[name], runs, judge),
+                tokens=_compared(BY_NAME[name], runs),
                 memory_mib=max(run.memory_mib for run in mine),
                 other_cores=max(run.other_cores + run.stolen_cores for run in mine),
             )
@@ -144,7 +142,7 @@ def _quantiles(
 def _ahead(
     rounds: Sequence[Sequence[EngineRun]], work: Work, other: Engine
 ) -> dict[str, Quantiles]:
-    ours = "penstock-int8" if other.quantization else "penstock"
+    ours = other.counterpart
     if other.name == ours:
         return {}
     pairs = [
@@ -163,8 +161,8 @@ def _tokens(runs: Sequence[EngineRun], name: str) -> list[list[int]]:
     return next((run.tokens for run in runs if run.engine == name and run.tokens), [])
 
 
-def _compared(engine: Engine, runs: Sequence[EngineRun], judge: list[list[int]]) -> Tokens | None:
-    answers = _tokens(runs, engine.name)
-    if engine.quantization or engine.name == REFERENCE or not (judge and answers):
+def _compared(engine: Engine, runs: Sequence[EngineRun]) -> Tokens | None:
+    answers, judge = _tokens(runs, engine.name), _tokens(runs, engine.reference)
+    if engine.name == engine.reference or not (judge and answers):
         return None
     return Tokens.of(answers, judge)

@@ -1,6 +1,11 @@
-"""Converts a Llama or Mixtral checkpoint to a GGUF file for llama.cpp."""
+"""Converts a Llama or Mixtral checkpoint to a GGUF file.
+
+llama.cpp reads it, and Penstock in the form "f16".
+"""
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +32,48 @@ _EXPERT = {"w1": "ffn_gate_exps", "w2": "ffn_down_exps", "w3": "ffn_up_exps"}
 Array = np.ndarray[Any, Any]
 
 
-def write(model: Path, file: Path, int8: bool) -> None:
-    """Write the checkpoint `model` to `file`, without the vocabulary.
+TYPES = {
+    "f32": gguf.GGMLQuantizationType.F32,
+    "f16": gguf.GGMLQuantizationType.F16,
+    "q8_0": gguf.GGMLQuantizationType.Q8_0,
+}
 
-    Weights are written as F32. With `int8`, matrices are Q8_0, except for the router of an MoE
-    model.
+
+def converted(model: Path, name: str) -> Path:
+    """Return the checkpoint's file of the type `name`, a key of TYPES.
+
+    The file is written on first use.
+    """
+
+    def convert(file: Path) -> None:
+        _write(model, file, TYPES[name])
+
+    return made(model / f"{name}.gguf", convert)
+
+
+def made(file: Path, make: Callable[[Path], None]) -> Path:
+    """Return `file`. If it does not exist, `make` writes it under a temporary name first."""
+    if not file.exists():
+        temporary = file.with_suffix(f".{os.getpid()}")
+        try:
+            make(temporary)
+            temporary.rename(file)
+        finally:
+            temporary.unlink(missing_ok=True)
+    return file
+
+
+def _write(model: Path, file: Path, kind: gguf.GGMLQuantizationType) -> None:
+    """Write the checkpoint `model` to `file`.
+
+    Matrices get the type `kind`. Vectors and the router of an MoE model are written as F32. The
+    texts of the tokens are placeholders, because all engines of the comparison get token ids.
     """
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     writer = gguf.GGUFWriter(str(file), "llama")
     _describe(writer, config)
     for name, array in _tensors(model, config).items():
-        if int8 and array.ndim > 1 and "ffn_gate_inp" not in name:
-            kind = gguf.GGMLQuantizationType.Q8_0
+        if array.ndim > 1 and "ffn_gate_inp" not in name:
             writer.add_tensor(name, gguf.quants.quantize(array, kind), raw_dtype=kind)
         else:
             writer.add_tensor(name, array)
@@ -65,6 +100,8 @@ def _describe(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_rope_dimension_count(head_dim)
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("no_vocab")
+    # llama.cpp does not read the tokens of "no_vocab". Penstock counts them.
+    writer.add_token_list([f"<{number}>" for number in range(config["vocab_size"])])
     if experts := config.get("num_local_experts"):
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config["num_experts_per_tok"])

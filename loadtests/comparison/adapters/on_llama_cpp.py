@@ -2,9 +2,10 @@
 
 import ctypes
 import importlib.metadata
-import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ _F32 = 0  # value of GGML_TYPE_F32 in llama.cpp
 @contextmanager
 def engine(options: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
     """Load the model and yield `generate` and the description for the report."""
-    int8 = options["quantization"] == "int8"
-    file = _converted(Path(options["model"]), int8)
+    form = FORMS[options["form"]]
+    file = form.file(Path(options["model"]))
     llama_cpp.llama_backend_init()
     parameters = llama_cpp.llama_model_default_params()
     parameters.use_mmap = False
@@ -34,7 +35,7 @@ def engine(options: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
         length = -(-(len(prompts[0]) + output_len) // 256) * 256
         shape = (len(prompts), length)
         if shape not in contexts:
-            contexts[shape] = _context(model, *shape, options["threads"], int8)
+            contexts[shape] = _context(model, *shape, options["threads"], form.has_f16_cache)
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(contexts[shape]), False)
         vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
         return _greedy(contexts[shape], vocab_size, prompts, output_len)
@@ -43,33 +44,53 @@ def engine(options: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
         generate,
         {
             "version": importlib.metadata.version("llama-cpp-python"),
-            "weights": "Q8_0" if int8 else "fp32",
-            "kv": "fp16 (its default)" if int8 else "fp32",
+            "weights": form.title,
+            "kv": "fp16 (its default)" if form.has_f16_cache else "fp32",
             "batching": "static, through llama_decode",
         },
     )
 
 
-def _converted(model: Path, int8: bool) -> Path:
-    """Return the GGUF file of the checkpoint, which is converted on first use."""
-    file = model / ("q8_0.gguf" if int8 else "f32.gguf")
-    if not file.exists():
-        temporary = file.with_suffix(f".{os.getpid()}")
-        try:
-            gguf_file.write(model, temporary, int8)
-            temporary.rename(file)
-        finally:
-            temporary.unlink(missing_ok=True)
-    return file
+def _q4_k_m(model: Path) -> Path:
+    """Return the checkpoint's file of the type Q4_K_M. llama.cpp quantizes it on first use."""
+    source = gguf_file.converted(model, "f32")
+
+    def quantize(file: Path) -> None:
+        parameters = llama_cpp.llama_model_quantize_default_params()
+        parameters.ftype = llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M
+        code = llama_cpp.llama_model_quantize(
+            str(source).encode(), str(file).encode(), ctypes.byref(parameters)
+        )
+        if code:
+            raise RuntimeError(f"llama.cpp could not quantize {source}: it returned {code}")
+
+    return gguf_file.made(model / "q4_k_m.gguf", quantize)
 
 
-def _context(model: Any, num_sequences: int, length: int, threads: int, int8: bool) -> Any:
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A form of the weights and of the KV cache."""
+
+    title: str
+    file: Callable[[Path], Path]  # returns the GGUF file of a checkpoint
+    has_f16_cache: bool
+
+
+FORMS = {
+    "": Form("fp32", partial(gguf_file.converted, name="f32"), has_f16_cache=False),
+    "f16": Form("F16", partial(gguf_file.converted, name="f16"), has_f16_cache=False),
+    "int8": Form("Q8_0", partial(gguf_file.converted, name="q8_0"), has_f16_cache=True),
+    "int4": Form("Q4_K_M", _q4_k_m, has_f16_cache=True),
+}
+
+
+def _context(model: Any, num_sequences: int, length: int, threads: int, f16_cache: bool) -> Any:
     parameters = llama_cpp.llama_context_default_params()
     parameters.n_ctx = num_sequences * length
     parameters.n_seq_max = num_sequences
     parameters.n_batch = parameters.n_ubatch = _CHUNK
     parameters.n_threads = parameters.n_threads_batch = threads
-    if not int8:  # the default KV cache of llama.cpp is fp16
+    if not f16_cache:  # the default KV cache of llama.cpp is fp16
         parameters.type_k = parameters.type_v = _F32
     context = llama_cpp.llama_init_from_model(model, parameters)
     if not context:

@@ -16,7 +16,7 @@ import openvino_genai
 @contextmanager
 def engine(options: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
     """Load the model and yield `generate` and the description for the report."""
-    int8 = options["quantization"] == "int8"
+    int8 = options["form"] == "int8"
     exported = _exported(Path(options["model"]), "int8" if int8 else "fp32")
     scheduler = openvino_genai.SchedulerConfig()
     scheduler.cache_size = options["kv_gib"]

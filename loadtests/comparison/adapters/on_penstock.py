@@ -20,18 +20,28 @@ from penstock.workers.engine.engine import Engine
 from penstock.workers.scheduling.sequence import NewSequence
 
 
+def _model(checkpoint: Path, form: str) -> Path:
+    """Return the model to load: the checkpoint's GGUF file for the form "f16"."""
+    if form != "f16":
+        return checkpoint
+    import gguf_file
+
+    return Path(gguf_file.converted(checkpoint, "f16"))
+
+
 @contextmanager
 def engine(options: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
     """Load the model and yield `generate` and the description for the report."""
+    form = options["form"]
     config = WorkerConfig(
         name="peers",
-        model=Path(options["model"]),
+        model=_model(Path(options["model"]), form),
         threads=options["threads"],
         max_sequences=options["num_requests"],
         max_model_len=options["max_model_len"],
         dtype="float32",
         kv_cache_mib=1024 * options["kv_gib"],
-        **({"quantization": options["quantization"]} if options["quantization"] else {}),
+        **({"quantization": form} if form in ("int8", "int4") else {}),
     )
     engine = Engine(config)
     engine.warm_up()
@@ -64,7 +74,7 @@ def engine(options: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
         {
             "version": penstock.__version__,
             "torch": torch.__version__,
-            "weights": options["quantization"] or "fp32",
+            "weights": form or "fp32",
             "kv": "fp32",
             "prefix_cache": "never hit (unique salt per call)",
         },

@@ -3,6 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.loadtests.comparison.checkpoints import Cost
+from penstock.loadtests.comparison.engines import BY_NAME, ENGINES
 from penstock.loadtests.comparison.summary import (
     PHASES,
     Tokens,
@@ -40,9 +41,12 @@ def test_limits_match_hand_computed_values() -> None:
     fp32.limits["gflops"] = 1.0
     assert limit(fp32, WORK, COST, "ttft") == pytest.approx(1e3 * COST.prefill(16) / 1e9)
     fp32.limits["gflops"] = 100.0
-    # With one stream, each token reads all weights: 6,000 bytes at 10 GB/s. INT8 reads a quarter.
+    # With one stream, each token reads all weights: 6,000 bytes at 10 GB/s. INT8 reads a quarter,
+    # and INT4 an eighth.
     assert limit(fp32, WORK, COST, "tpot") == pytest.approx(1e3 * 6000 / 10e9)
     assert limit(int8, WORK, COST, "tpot") == pytest.approx(1e3 * 1500 / 10e9)
+    int4 = engine_run("penstock-int4")
+    assert limit(int4, WORK, COST, "tpot") == pytest.approx(1e3 * 750 / 10e9)
     rates = [limit(each, WORK, COST, "throughput") for each in (fp32, int8)]
     assert rates[0] == pytest.approx(8 / (batch_flops(COST, WORK) / 100e9))
     assert rates[1] == pytest.approx(4 * rates[0])
@@ -70,16 +74,19 @@ def test_ratios_are_computed_only_within_rounds() -> None:
         assert vllm.ahead[phase].count == 2
 
 
-def test_int8_is_compared_with_int8() -> None:
-    rounds = [
-        [
-            engine_run("penstock", 0, 4.0),
-            engine_run("penstock-int8", 0, 1.0),
-            engine_run("openvino-int8"),
-        ]
-    ]
+@pytest.mark.parametrize(
+    ("ours", "other"),
+    [
+        ("penstock-int8", "openvino-int8"),
+        ("penstock-int4", "llama.cpp-int4"),
+        ("penstock-f16", "llama.cpp-f16"),
+    ],
+)
+def test_engines_are_compared_in_the_same_form_of_weights(ours: str, other: str) -> None:
+    rounds = [[engine_run("penstock", 0, 4.0), engine_run(ours, 0, 2.0), engine_run(other)]]
     rows = {row.engine.name: row for row in summarize(rounds, WORK, COST)}
-    assert rows["openvino-int8"].ahead["ttft"].median == pytest.approx(1.0)
+    assert rows[other].ahead["ttft"].median == pytest.approx(0.5)
+    assert not rows[ours].ahead
 
 
 def test_tokens_are_compared_with_transformers_in_fp32_only() -> None:
@@ -89,6 +96,18 @@ def test_tokens_are_compared_with_transformers_in_fp32_only() -> None:
         for row in summarize([[engine_run(name) for name in names]], WORK, COST)
     }
     assert rows == {"penstock": Tokens(8, 8, None), "openvino-int8": None, "transformers": None}
+
+
+def test_tokens_of_f16_files_are_compared_with_llama_cpp() -> None:
+    runs = [engine_run(name) for name in ("penstock", "penstock-f16", "llama.cpp-f16")]
+    rows = {row.engine.name: row.tokens for row in summarize([runs], WORK, COST)}
+    assert rows == {"penstock": None, "penstock-f16": Tokens(8, 8, None), "llama.cpp-f16": None}
+
+
+def test_every_engine_has_a_counterpart_and_a_reference_of_its_form() -> None:
+    for engine in ENGINES:
+        assert BY_NAME[engine.counterpart].form == engine.form
+        assert not engine.reference or BY_NAME[engine.reference].form == engine.form
 
 
 def test_tokens_are_not_compared_without_transformers() -> None:
