@@ -36,6 +36,8 @@ INT8 = WeightForm("int8", 1.0, has_int8_products=True)
 INT4 = WeightForm("int4", 0.5, has_int8_products=True)
 F16 = WeightForm("f16", 2.0)
 """float16 weights, which all engines of this form read from the same GGUF file."""
+AS_IN_FILE = WeightForm("file")
+"""The weights of a given GGUF file. `gguf_agreement` uses this form; it measures no speed."""
 
 
 @dataclass(frozen=True, slots=True)

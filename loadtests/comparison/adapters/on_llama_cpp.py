@@ -78,6 +78,7 @@ class Form:
 
 FORMS = {
     "": Form("fp32", partial(gguf_file.converted, name="f32"), has_f16_cache=False),
+    "file": Form("as in the file", lambda file: file, has_f16_cache=False),
     "f16": Form("F16", partial(gguf_file.converted, name="f16"), has_f16_cache=False),
     "int8": Form("Q8_0", partial(gguf_file.converted, name="q8_0"), has_f16_cache=True),
     "int4": Form("Q4_K_M", _q4_k_m, has_f16_cache=True),
