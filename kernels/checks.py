@@ -45,14 +45,14 @@ def check(
         raise ValueError(f"{name}: {names} expected, not {found}")
     if sizes and sizes[-1] > 1 and tensor.stride(-1) != 1:
         raise ValueError(
-            f"{name}: last dimension not contiguous, its stride is {tensor.stride(-1)}"
+            f"{name}: a stride of 1 of the last dimension expected, not {tensor.stride(-1)}"
         )
     if like is not None and tensor.device != like.device:
-        raise ValueError(f"{name}: expected on {like.device}, not on {tensor.device}")
+        raise ValueError(f"{name}: a tensor on {like.device} expected, not on {tensor.device}")
 
 
 def check_contiguous(name: str, tensor: Tensor) -> None:
     """Raise ValueError unless the tensor is contiguous."""
     if not tensor.is_contiguous():
         strides = list(tensor.stride())
-        raise ValueError(f"{name}: a contiguous tensor expected, not one of strides {strides}")
+        raise ValueError(f"{name}: a contiguous tensor expected, not one with strides {strides}")

@@ -41,7 +41,7 @@ def check_device(tensor: Tensor) -> None:
     """
     if _device is not None:
         raise KernelFallbackError(
-            f"a tensor on {tensor.device} would not be computed by a kernel on {_device}"
+            f"a tensor is on {tensor.device}, so no GPU kernel would compute it: expected {_device}"
         )
 
 

@@ -234,7 +234,7 @@ class Frontend:
             case ev.EndRequest():
                 self._requests.end(command, now)
             case ev.CloseStream():
-                log.warning("worker %s: %s", command.worker, command.reason)
+                log.warning("closing the stream to worker %s: %s", command.worker, command.reason)
                 address = self._links.close(command.worker, command.reason)
                 if command.stuck:
                     self.on_stuck_worker(command.worker, address, command.reason)

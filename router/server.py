@@ -227,9 +227,9 @@ def _read_json(path: Path) -> dict[str, Any]:
             f"{path.parent} has no config.json: give the path of a checkpoint folder"
         ) from None
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
+        raise ValueError(f"{path} is not valid JSON ({error}): download it again") from error
     if not isinstance(found, dict):
-        raise ValueError(f"{path} is not a JSON object")
+        raise ValueError(f"{path} contains no JSON object: download it again")
     return found
 
 

@@ -359,7 +359,7 @@ def test_failed_fetch_reports_the_reason(
     with pytest.raises(SystemExit) as end:
         fetch.main(["no-hub-name", str(tmp_path)])
     assert end.value.code == 2
-    assert "expected a name like owner/model" in capsys.readouterr().err
+    assert "expected a hub name like owner/model" in capsys.readouterr().err
 
     def download(*_: object) -> None:
         raise checkpoint.NoModel("some/model is no folder here, and the hub refuses it (404)")

@@ -234,7 +234,7 @@ def test_answer_of_another_server_gives_a_one_line_error(
 @pytest.mark.parametrize(
     ("url", "code", "words"),
     [
-        ("http://127.0.0.1:1", 1, "cannot reach a router (Connection refused)"),
+        ("http://127.0.0.1:1", 1, "cannot reach a router at 127.0.0.1 port 1 (Connection refused)"),
         ("http://no.such.host.invalid:80", 1, "cannot reach a router"),
         ("ftp://127.0.0.1", 2, "invalid URL"),
         ("http://127.0.0.1:99999", 2, "invalid URL"),

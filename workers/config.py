@@ -103,12 +103,14 @@ class WorkerConfig:
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
         if not 0 <= self.rank < Mesh(self.tp, self.pp, self.ep).num_ranks:
-            raise ValueError(f"rank must be below tp {self.tp} x pp {self.pp}, not {self.rank}")
+            raise ValueError(f"rank must be 0 to tp {self.tp} x pp {self.pp} - 1, not {self.rank}")
         check_hash_key(self.hash_key)
         if not self.name:
-            raise ValueError("name is empty: a worker needs a name")
+            raise ValueError("name of the worker is empty: expected at least one character")
         if self.host in _WILDCARDS:
-            raise ValueError(f"host must be an address that others can reach, not {self.host!r}")
+            raise ValueError(
+                f"host must be an address that routers can connect to, not {self.host!r}"
+            )
         if not 0 <= self.port < 65536:
             raise ValueError(f"port must be 0 to 65535, not {self.port}")
         seconds = ("heartbeat_seconds", "canary_seconds", "transfer_seconds", "ranks_seconds")

@@ -340,7 +340,7 @@ class RouterActor(_ProcessActor):
     @property
     def _running(self) -> "RunningRouter":
         if self._router is None:
-            raise RuntimeError("the router has not been started")
+            raise RuntimeError("the router has not been started: call start() first")
         return self._router
 
 

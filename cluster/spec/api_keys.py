@@ -26,10 +26,10 @@ def read_api_keys(spec: ClusterSpec, environment: Mapping[str, str]) -> tuple[Ap
         except BadKey as error:
             raise SpecError(f"{where}: the key {error}") from None
         if key.name in found:
-            raise SpecError(f"{where}: another key has the name {key.name} already")
+            raise SpecError(f"{where}: another key has the same name, {key.name}: change one name")
         same = next((name for name, other in found.items() if other.key == key.key), None)
         if same is not None:
-            raise SpecError(f"{where}: the key is the same as that of {same}: remove one")
+            raise SpecError(f"{where}: the key named {same} has the same value: remove one of them")
         found[key.name] = key
     return tuple(found.values())
 
@@ -70,7 +70,9 @@ def _sources(spec: ClusterSpec, environment: Mapping[str, str]) -> Iterator[tupl
         else:
             variable = record.env or ""
             if variable not in environment:
-                raise SpecError(f"{where}.env: there is no such variable in the environment")
+                raise SpecError(
+                    f"{where}.env: the environment has no variable of this name: set the variable"
+                )
             text = environment[variable]
         yield where, ApiKey(name, text, record.role)
 

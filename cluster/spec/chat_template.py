@@ -25,5 +25,5 @@ def with_chat_template(spec: ClusterSpec) -> ClusterSpec:
         reason = getattr(error, "strerror", None) or "it is not UTF-8"
         raise SpecError(f"{where}: the file {given} cannot be read: {reason}") from None
     if not text.strip():
-        raise SpecError(f"{where}: the file {given} is empty")
+        raise SpecError(f"{where}: the file {given} is empty: expected a Jinja template")
     return replace(spec, models={spec.model_name: replace(spec.model, chat_template=text)})

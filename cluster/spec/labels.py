@@ -71,7 +71,7 @@ def required_labels(labels: Sequence[str], accelerator: str | None) -> dict[str,
         pairs.append((ACCELERATOR, accelerator))
     twice = [key for key, number in Counter(key for key, _ in pairs).items() if number > 1]
     if twice:
-        raise BadLabel(f"label {twice[0]} is given twice, but a node has only one value of it")
+        raise BadLabel(f"label {twice[0]} is given twice: give it once, since a node has one value")
     return dict(pairs)
 
 

@@ -89,7 +89,7 @@ def record(kind: type[T], content: Any, where: str = "", moved: Mapping[str, str
     for key in content:
         name = _below(where, key)
         if name in moved:
-            raise SpecError(f"{name}: has moved: write {moved[name]}")
+            raise SpecError(f"{name}: this key has moved: write {moved[name]} instead")
         if key not in hints:
             raise SpecError(f"{name}: unknown key: expected one of {', '.join(hints)}")
     values: dict[str, Any] = {}

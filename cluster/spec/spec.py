@@ -219,9 +219,9 @@ class Pools:
     def __post_init__(self) -> None:
         prefill, decode, mixed = (getattr(self, role).most for role in ROLES)
         if not prefill + mixed:
-            raise SpecError("no worker prefills: give prefill or mixed one replica or more")
+            raise SpecError("no worker prefills: set replicas of prefill or mixed to 1 or more")
         if not decode + mixed:
-            raise SpecError("no worker decodes: give decode or mixed one replica or more")
+            raise SpecError("no worker decodes: set replicas of decode or mixed to 1 or more")
 
     @property
     def may_be_empty(self) -> bool:
@@ -287,7 +287,9 @@ class ClusterSpec:
 
     def __post_init__(self) -> None:
         if self.pass_env and self.ray_address is not None:
-            raise SpecError("pass_env: has no effect with ray_address: set it on Ray's nodes")
+            raise SpecError(
+                "pass_env: has no effect with ray_address: set variables on Ray's nodes"
+            )
         self._check_models()
         self._check_ports()
         self._check_topology()
@@ -364,7 +366,7 @@ class ClusterSpec:
     def _check_ports(self) -> None:
         last = max(self.ports(self.routers - 1))
         if last > 65535:
-            raise SpecError(f"routers: the last of {self.routers} would use port {last} (> 65535)")
+            raise SpecError(f"routers: router {self.routers} would use port {last}; at most 65535")
         used = zip(("HTTP", "gRPC", "operators"), self._first_ports(), strict=True)
         for (kind, port), (other, another) in combinations(used, 2):
             if not (port and another) or abs(port - another) >= self._ports_per_kind:

@@ -190,7 +190,10 @@ def check_batch(
         )
     lengths = np.diff(query_starts)
     if query_starts[0] != 0 or (lengths < 0).any():
-        raise ValueError("query_starts: non-decreasing numbers from 0 expected")
+        raise ValueError(
+            "query_starts: numbers that begin with 0 and never decrease expected, not "
+            f"{query_starts.tolist()!s:.80}"
+        )
     if (context_lens < lengths).any():
         b = int((context_lens < lengths).argmax())
         raise ValueError(
@@ -198,14 +201,14 @@ def check_batch(
         )
     used = np.where(lengths > 0, -(-context_lens // block_size), 0)[:, None]
     if (used > width).any():
-        raise ValueError(f"block_tables: {used.max()} columns expected, not {width}")
+        raise ValueError(f"block_tables: at least {used.max()} columns expected, not {width}")
     outside = (block_tables < 0) | (block_tables >= num_blocks)
     outside &= np.arange(width) < used
     if outside.any():
         b, at = np.argwhere(outside)[0].tolist()
         raise ValueError(
-            f"block_tables: blocks below {num_blocks} expected, not {block_tables[b, at]} "
-            f"at [{b}, {at}]"
+            f"block_tables[{b}, {at}]: a block from 0 to {num_blocks - 1} expected, not "
+            f"{block_tables[b, at]}"
         )
 
 
@@ -218,7 +221,8 @@ def check_device_batch(batch: Batch, layer: Tensor, max_context: int) -> None:
     check("block_tables", batch.tables, (num_rows, "M"), int32, like=layer)
     if max_context > batch.tables.shape[1] * layer.shape[3]:
         raise ValueError(
-            f"block_tables: {batch.tables.shape[1]} columns cannot hold max_context={max_context}"
+            f"block_tables: {batch.tables.shape[1]} columns of blocks of {layer.shape[3]} tokens "
+            f"cannot hold a context of {max_context} tokens (max_context)"
         )
 
 
@@ -240,7 +244,7 @@ def _check(query: Tensor, layer: Tensor, plan: AttentionPlan, scores: ScoreMod) 
     if query.shape[1] % num_heads:
         raise ValueError(f"query: a multiple of {num_heads} heads expected, not {query.shape[1]}")
     if query.stride(1) != head_dim:
-        raise ValueError(f"query: heads side by side expected, not of strides {query.stride()}")
+        raise ValueError(f"query: stride {head_dim} between heads expected, not {query.stride(1)}")
     for name, values in (("sinks", scores.sinks), ("slopes", scores.slopes)):
         if values is not None:
             check(name, values, query.shape[1:2], FLOATS, like=query)

@@ -211,7 +211,7 @@ class TiledPlanner:
         max_context: longest context of all steps that a captured graph will compute.
         """
         if self.lengths is None:
-            raise RuntimeError("plan() was called before prepare()")
+            raise RuntimeError("plan() was called before prepare(): call prepare() first")
         if not self._is_captured:
             return TiledPlan(batch, self.lengths, window, one_path=self.one_path)
         key = (len(self.lengths.context_lens), max_context, window)

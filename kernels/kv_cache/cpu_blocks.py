@@ -34,12 +34,12 @@ SCALE_BYTES = 2
 
 def page_size(rows: Any, block_size: int, head_dim: int) -> int:
     """Return the elements of a page of the cache `rows`: keys or values of one block and head."""
-    raise NotImplementedError("can only be called from compiled code")
+    raise NotImplementedError("page_size can only be called from compiled code")
 
 
 def as_f32(rows: Any, scratch: Floats) -> Floats:
     """Return the array to read after `convert_block`: `rows` if it is float32, else `scratch`."""
-    raise NotImplementedError("can only be called from compiled code")
+    raise NotImplementedError("as_f32 can only be called from compiled code")
 
 
 def convert_block(
@@ -61,7 +61,7 @@ def convert_block(
     Returns:
         The number `at` such that position s begins at `as_f32(rows, scratch)[at + s * head_dim]`.
     """
-    raise NotImplementedError("can only be called from compiled code")
+    raise NotImplementedError("convert_block can only be called from compiled code")
 
 
 @inner()
@@ -145,7 +145,7 @@ def _convert_block_code(rows, page, first, begin, end, block_size, head_dim, scr
 
 def _load_codes(rows: Any, at: int) -> Any:
     """Load VECTOR_WIDTH codes as a vector of float32."""
-    raise NotImplementedError("can only be called from compiled code")
+    raise NotImplementedError("_load_codes can only be called from compiled code")
 
 
 @overload(_load_codes)
@@ -157,7 +157,7 @@ def _load_codes_code(rows, at):
 
 def _code_as_f32(rows: Any, at: int) -> Any:
     """Load one code as float32."""
-    raise NotImplementedError("can only be called from compiled code")
+    raise NotImplementedError("_code_as_f32 can only be called from compiled code")
 
 
 @overload(_code_as_f32)

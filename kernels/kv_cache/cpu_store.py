@@ -41,7 +41,7 @@ def store_kv(head: Floats, rows: Any, slot: int, block_size: int) -> None:
         slot: page * block_size + offset in the page.
         block_size: slots per page.
     """
-    raise NotImplementedError("can only be called from compiled code")
+    raise NotImplementedError("store_kv can only be called from compiled code")
 
 
 @inner()
@@ -121,7 +121,7 @@ def _store_kv_code(head, rows, slot, block_size):
 
 def _per_code(rows: Any) -> Any:
     """Return 1 / the largest code, as float32."""
-    raise NotImplementedError("can only be called from compiled code")
+    raise NotImplementedError("_per_code can only be called from compiled code")
 
 
 @overload(_per_code)
@@ -133,7 +133,7 @@ def _per_code_code(rows):
 
 def _store_codes(head: Floats, inverse: Any, out: Any) -> None:
     """Write the codes of `head * inverse` to `out` [D]; a product that is NaN gives the code 0."""
-    raise NotImplementedError("can only be called from compiled code")
+    raise NotImplementedError("_store_codes can only be called from compiled code")
 
 
 @overload(_store_codes)

@@ -135,7 +135,10 @@ def concatenate(matrices: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
         return first
     for each in matrices[1:]:
         if each.kind != first.kind or not torch.equal(each.groups, first.groups):
-            raise ValueError("matrices with different groups of inputs cannot be fused")
+            raise ValueError(
+                "matrices with different groups of inputs or kinds of codes cannot be fused: "
+                "quantize them alike"
+            )
     codes, scales, zeros = (
         torch.cat([getattr(each, name) for each in matrices])
         for name in ("codes", "scales", "zeros")

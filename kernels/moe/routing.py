@@ -109,7 +109,8 @@ def _check(logits: Tensor, routing: Routing, bias: Tensor | None) -> None:
         check("bias", bias, (num_experts,), (torch.float32,), like=logits)
     if num_experts % routing.num_groups:
         raise ValueError(
-            f"routing: {num_experts} experts do not divide into {routing.num_groups} equal groups"
+            f"routing: num_groups that divides {num_experts} experts expected, not "
+            f"{routing.num_groups}"
         )
     if not 0 < routing.top_groups <= routing.num_groups:
         raise ValueError(

@@ -90,7 +90,9 @@ def check_rotary(cos_sin: Tensor, num_tokens: int, dim: int, like: Tensor) -> No
     check_contiguous("cos_sin", cos_sin)
     num_rotated = cos_sin.shape[2]
     if num_rotated % 2 or not 0 < num_rotated <= dim:
-        raise ValueError(f"cos_sin: an even number of at most {dim} features, not {num_rotated}")
+        raise ValueError(
+            f"cos_sin: an even number of features from 2 to {dim} expected, not {num_rotated}"
+        )
 
 
 def _rotate(x: Tensor, cos_sin: Tensor, interleaved: bool) -> None:
@@ -98,5 +100,5 @@ def _rotate(x: Tensor, cos_sin: Tensor, interleaved: bool) -> None:
     num_tokens, _, dim = x.shape
     check_rotary(cos_sin, num_tokens, dim, x)
     if cos_sin.shape[2] != dim:
-        raise ValueError(f"cos_sin: {dim} features expected, as x has, not {cos_sin.shape[2]}")
+        raise ValueError(f"cos_sin: {dim} features (as many as x) expected, not {cos_sin.shape[2]}")
     rotate_triton_(x, cos_sin, interleaved)

@@ -48,7 +48,9 @@ class GrpcClient:
         try:
             async for reply in call:
                 if reply.tokens and reply.position != position:
-                    raise RequestFailed(f"expected position {position}, received {reply.position}")
+                    raise RequestFailed(
+                        f"expected the token at position {position}, received {reply.position}"
+                    )
                 position += len(reply.tokens)
                 finished = bool(reply.finish_reason)
                 yield _chunk(reply)
@@ -57,7 +59,7 @@ class GrpcClient:
         finally:
             call.cancel()
         if not finished:
-            raise RequestFailed("the stream ended before the answer was complete")
+            raise RequestFailed("the server ended the stream before the answer was complete")
 
     async def close(self) -> None:
         await self._channel.close()

@@ -47,7 +47,9 @@ class HttpClient:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise ServerUnusable(f"{self._base}: {_error_text(error)}") from None
         except (KeyError, TypeError, json.JSONDecodeError):
-            raise ServerUnusable(f"{self._base}/v1/models: not an OpenAI model list") from None
+            raise ServerUnusable(
+                f"{self._base}/v1/models: expected a list of models in OpenAI's form"
+            ) from None
         return self._choose(models)
 
     def _choose(self, models: list[dict[str, Any]]) -> Served:
@@ -55,7 +57,9 @@ class HttpClient:
         names = [str(model.get("id")) for model in models]
         if not names or (self._target.model and self._target.model not in names):
             wanted = f"no model {self._target.model!r}" if self._target.model else "no model"
-            raise ServerUnusable(f"{self._base} serves {wanted}; it has: {', '.join(names)}")
+            raise ServerUnusable(
+                f"{self._base} serves {wanted}; its models are: {', '.join(names) or 'none'}"
+            )
         model = models[names.index(self._target.model) if self._target.model else 0]
         self._model = str(model["id"])
         return Served(self._model, model.get("vocab_size"), model.get("max_model_len"))
@@ -73,11 +77,13 @@ class HttpClient:
                     if data and not done:
                         yield self._chunk(data)
         except TimeoutError:
-            raise RequestFailed(f"no complete answer within {self._target.timeout:g} s") from None
+            raise RequestFailed(
+                f"the answer was not complete after {self._target.timeout:g} s (--timeout)"
+            ) from None
         except (aiohttp.ClientError, OSError) as error:
             raise RequestFailed(_error_text(error)) from None
         if not done:
-            raise RequestFailed("the stream ended before the answer was complete")
+            raise RequestFailed("the server ended the stream before the answer was complete")
 
     async def close(self) -> None:
         if self._session is not None:

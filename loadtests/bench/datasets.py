@@ -54,13 +54,13 @@ def read_conversations(path: Path) -> list[Conversation]:
 def _read(path: Path, number: int, entry: Any) -> Iterator[Conversation]:
     messages = entry.get("conversations") if isinstance(entry, dict) else None
     if not isinstance(messages, list):
-        raise BadDataset(f"{path}: entry {number} has no list `conversations`")
+        raise BadDataset(f"{path}: entry {number} has no list in the field `conversations`")
     values = [
         message.get("value") if isinstance(message, dict) else None for message in messages[:2]
     ]
     texts = [value for value in values if isinstance(value, str)]
     if len(texts) < len(values):
-        raise BadDataset(f"{path}: entry {number} has a message without a text `value`")
+        raise BadDataset(f"{path}: entry {number} has a message whose field `value` is no text")
     if len(texts) == 2 and min(map(len, texts)) >= MIN_CHARS:
         yield Conversation(*texts)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from penstock.cli.client_key import ABOUT
 from penstock.common.api_key import BadKey, client_key
+from penstock.common.number_text import number_text
 from penstock.loadtests.bench import datasets, workload
 from penstock.loadtests.bench.clients import Api, Target
 from penstock.loadtests.bench.flags import option, read_flags
@@ -146,11 +147,13 @@ def target_of(options: Options) -> Target:
         )
     api = server.api or ("grpc" if scheme == "grpc" else "completions")
     if (api == "grpc") != (scheme == "grpc"):
-        raise WrongOptions(f"--api {api} cannot be used with an address of {scheme}://")
+        raise WrongOptions(
+            f"--api {api} cannot be used with an address that begins with {scheme}://"
+        )
     if not server.timeout > 0:
-        raise WrongOptions("--timeout must be above 0 seconds")
+        raise WrongOptions(f"--timeout must be above 0 seconds, not {server.timeout:g}")
     if options.work.temperature < 0:
-        raise WrongOptions("--temperature must not be negative")
+        raise WrongOptions(f"--temperature must be 0 or more, not {options.work.temperature:g}")
     address = rest.rstrip("/") if scheme == "grpc" else server.address
     try:
         key = client_key(server.api_key_file)
@@ -186,14 +189,14 @@ def _milliseconds(text: str) -> float:
 def check_results(results: Results) -> None:
     """Check, before the load starts, that the results can be written. Raises WrongOptions."""
     if results.save_json is None and results.save_rows:
-        raise WrongOptions("--save-rows needs --save-json FILE")
+        raise WrongOptions("--save-rows requires --save-json FILE, the file that gets the rows")
     check_file("--save-json", results.save_json)
 
 
 def check_file(name: str, path: Path | None) -> None:
     """Check that a file of option `name` can be written. Raises WrongOptions."""
     if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-        raise WrongOptions(f"{name} {path}: not a file in an existing folder")
+        raise WrongOptions(f"{name} {path}: expected the path of a file in an existing folder")
 
 
 def plan_of(work: Work) -> list[workload.Planned]:
@@ -229,7 +232,10 @@ def _plan_dataset(work: Work, path: Path) -> list[workload.Planned]:
     count = 100 if work.num_requests is None else work.num_requests
     chosen = datasets.choose(found, count, work.max_input_len, work.max_output_len, work.seed)
     if not chosen:
-        raise WrongOptions(f"--dataset {path}: all conversations are longer than the limits")
+        raise WrongOptions(
+            f"--dataset {path}: all conversations are longer than --max-input-len or "
+            "--max-output-len: raise these limits"
+        )
     rate = math.inf if work.rate is None else work.rate
     times = workload.arrivals(len(chosen), rate, work.seed).tolist()
     return [
@@ -258,18 +264,20 @@ def _check_work(work: Work) -> None:
     for name in (*counts, *_FROM_ZERO):
         value, least = getattr(work, name), 0 if name in _FROM_ZERO else 1
         if value is not None and value < least:
-            raise WrongOptions(f"--{name.replace('_', '-')} must be {least} or more")
+            raise WrongOptions(f"--{name.replace('_', '-')} must be {least} or more, not {value}")
     if work.rate is not None and not work.rate > 0:
-        raise WrongOptions("--rate must be above 0 requests per second (inf: all at once)")
+        raise WrongOptions(
+            f"--rate must be above 0 requests per second (inf: all at once), not {work.rate:g}"
+        )
     if not 0 < work.trace_speed < math.inf:
-        raise WrongOptions("--trace-speed must be above 0 and finite")
+        raise WrongOptions(f"--trace-speed must be above 0 and finite, not {work.trace_speed:g}")
     if not 0 <= work.seed < 2**63:
-        raise WrongOptions("--seed must be from 0 to 2^63 - 1")
+        raise WrongOptions(f"--seed must be from 0 to 2^63 - 1, not {number_text(work.seed)}")
     if work.trace is None and work.trace_speed != 1:
         raise WrongOptions("--trace-speed requires --trace")
     if work.trace is None and work.dataset is None and (work.max_input_len or work.max_output_len):
         raise WrongOptions("--max-input-len and --max-output-len require --trace or --dataset")
     if work.trace is not None and work.dataset is not None:
-        raise WrongOptions("--trace and --dataset exclude each other")
+        raise WrongOptions("--trace and --dataset cannot be used together: leave out one of them")
     if work.prefix_len and (work.trace is not None or work.dataset is not None):
-        raise WrongOptions("--prefix-len cannot be used with --trace or --dataset")
+        raise WrongOptions("--prefix-len cannot be used with --trace or --dataset: leave out one")

@@ -62,7 +62,9 @@ class Progress:
             for name in ("tokens", "text", "logprobs", "finish_reason", "stop_reason"):
                 reply.ClearField(name)
         elif reply.tokens and reply.position != len(answer):
-            raise BadAnswer(f"expected position {len(answer)}, received {reply.position}")
+            raise BadAnswer(
+                f"expected the token at position {len(answer)}, received {reply.position}"
+            )
         answer.extend(reply.tokens)
         self.finishes[reply.choice] = self.finishes[reply.choice] or reply.finish_reason
         self._has_begun |= bool(reply.tokens)
@@ -131,7 +133,7 @@ class ResumingClient:
                     progress.add_reply(reply)
                     yield reply
                 if not progress.is_over:
-                    raise BadAnswer("the call ended before the answer was complete")
+                    raise BadAnswer("the server ended the call before the answer was complete")
             except grpc.RpcError as error:
                 is_final = error.code() is not grpc.StatusCode.UNAVAILABLE
                 if is_final or time.monotonic() - received_at > self._timeout:

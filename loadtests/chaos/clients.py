@@ -115,7 +115,7 @@ class Clients:
             stream.error = f"{error.code().name}: {error.details()}"
         else:
             if not all(choice.finish for choice in stream.choices.values()):
-                stream.error = "the stream ended before the answer was complete"
+                stream.error = "the server ended the stream before the answer was complete"
         finally:
             call.cancel()
         return True
@@ -133,7 +133,7 @@ class Clients:
         if error and self._may_retry(began):
             return False
         if not error and not all(choice.finish for choice in stream.choices.values()):
-            error = "the stream ended before the answer was complete"
+            error = "the server ended the stream before the answer was complete"
         stream.error = error
         return True
 

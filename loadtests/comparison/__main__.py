@@ -52,7 +52,10 @@ class Run:
             if name not in BY_NAME:
                 raise ValueError(f"unknown engine {name!r}: expected one of {_KNOWN}")
         if self.rounds < 1 or self.threads < 0:
-            raise ValueError("--rounds must be at least 1 and --threads at least 0")
+            raise ValueError(
+                f"--rounds ({self.rounds}) must be at least 1 and --threads ({self.threads}) at "
+                "least 0"
+            )
         if not self.chosen():
             raise ValueError("no engine is left to measure: check --engines and --without")
 

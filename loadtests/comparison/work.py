@@ -32,7 +32,9 @@ class Work:
     def __post_init__(self) -> None:
         for each in ("requests", "input_len", "output_len", "stream_len", "long_len"):
             if getattr(self, each) < 1:
-                raise ValueError(f"--{each.replace('_', '-')} must be at least 1")
+                raise ValueError(
+                    f"--{each.replace('_', '-')} must be at least 1, not {getattr(self, each)}"
+                )
 
     @property
     def max_model_len(self) -> int:

@@ -103,7 +103,7 @@ class Paged:
         """
         sizes = self.sizes
         if sizes.narrow:
-            raise Absent("does not support an 8-bit KV cache")
+            raise Absent("torch SDPA does not support an 8-bit KV cache")
         gathered = self.layer[:, self.block_tables.long()].transpose(2, 3)
         shape = (
             2,

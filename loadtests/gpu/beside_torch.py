@@ -138,7 +138,7 @@ class PenstockEngine:
         result = stepper.advance(self._commanded)
         self._commanded = False
         if result.failed:
-            raise RuntimeError("logits of random weights were not finite")
+            raise RuntimeError("the logits of random weights contain NaN or infinity")
         stepper.plan_next()
         if result.output is None:
             return []

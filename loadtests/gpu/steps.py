@@ -118,7 +118,7 @@ def decode(engine: Engine, clock: Clock, batch: int, load: Load) -> list[Step]:
             commanded = False
             left -= len(result.finished)
             if result.failed:
-                raise RuntimeError("logits of random weights were not finite")
+                raise RuntimeError("the logits of random weights contain NaN or infinity")
             pipeline.plan_next()
             with changed:
                 changed.wait_for(lambda: pipeline.due or not pipeline.busy)

@@ -152,7 +152,7 @@ def _layer(attention: object, mlp: object, before: object, between: object) -> L
 
 def _weight_of(norm: object) -> Tensor:
     if not isinstance(norm, RmsNorm):
-        raise ValueError("the torch baseline computes RMS norms only")
+        raise ValueError(f"the torch baseline computes RMS norms only, not a {type(norm).__name__}")
     return norm.weight
 
 

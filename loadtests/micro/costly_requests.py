@@ -117,8 +117,8 @@ async def _call(address: str, head: str, body: bytes) -> int:
 async def _probe(address: str, interval: float, seconds: list[float]) -> None:
     while True:
         began = time.perf_counter()
-        if await _call(address, "GET /health", b"") != 200:
-            raise MeasurementFailed("/health did not answer 200")
+        if (status := await _call(address, "GET /health", b"")) != 200:
+            raise MeasurementFailed(f"GET /health has status {status}, expected 200")
         seconds.append(time.perf_counter() - began)
         await asyncio.sleep(interval)
 
@@ -134,7 +134,7 @@ async def _measure_kind(address: str, pid: int, name: str, options: Options) -> 
     for _ in range(options.repeats):
         status = await _call(address, f"POST {path}", body)
         if status != expected:
-            raise MeasurementFailed(f"{name}: status {status} instead of {expected}")
+            raise MeasurementFailed(f"{name}: POST {path} has status {status}, expected {expected}")
     took = (time.perf_counter() - began) / options.repeats
     probing.cancel()
     await asyncio.wait([probing])

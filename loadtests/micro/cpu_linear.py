@@ -60,7 +60,7 @@ class Load:
 
     def __post_init__(self) -> None:
         if not all(each.isdigit() and int(each) for each in self.rows):
-            raise ValueError("--rows must be whole numbers, 1 or more")
+            raise ValueError(f"--rows must be numbers of 1 or more, not {' '.join(self.rows)}")
         known = ["all", *variants()]
         for each in self.variants:
             if each not in known:

@@ -108,7 +108,7 @@ def run_round(engine: Engine, options: Options, batch: int, seed: int) -> RoundT
             times.decode_steps.append(now - last)
         last = now
         if result.failed:
-            raise ValueError("the model's output was not finite")
+            raise ValueError("the model's logits contain NaN or infinity: expected finite numbers")
         left -= len(result.finished)
     times.seconds = last - began
     return times

@@ -200,8 +200,10 @@ async def run_load(bench: Bench, rates: Rates) -> Outcome:
     )
     load, tenants = load_of(shape, rates)
     calls = await send_load(bench.router.grpc, load, tenants, options.seed)
-    if any(call.status == "failed" for call in calls):
-        raise MeasurementFailed("requests failed for another reason than overload")
+    if failed := sum(call.status == "failed" for call in calls):
+        raise MeasurementFailed(
+            f"{failed} of {len(calls)} requests failed for another reason than overload"
+        )
     outcome = outcome_of(counted_calls(calls, tenants), options.seconds)
     shown = ", ".join(f"{name} {value:.3f}" for name, value in dataclasses.asdict(outcome).items())
     print(f"{sum(rate for _, rate in rates):.1f} requests/s: {shown}", file=sys.stderr, flush=True)
@@ -220,7 +222,10 @@ async def find_capacity(bench: Bench) -> tuple[float, Outcome]:
         else:
             high = rate
     if best is None:
-        raise MeasurementFailed("the router keeps the goals at none of the rates that were tried")
+        raise MeasurementFailed(
+            f"at none of {bench.load.tries} rates did a share of {KEPT:g} of the requests keep the "
+            "goals"
+        )
     return low, best
 
 

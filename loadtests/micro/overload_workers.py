@@ -74,7 +74,10 @@ class BoundedSession(Session):
 
     def submitted(self, submit: pb.Submit) -> None:
         if submit.params.n > 1 or submit.log:
-            raise ValueError("a bounded stub worker runs requests of one choice from their prompts")
+            raise ValueError(
+                f"a bounded stub worker supports requests with n = 1 and an empty log, not n = "
+                f"{submit.params.n} and a log of {len(submit.log)} entries"
+            )
         self.waiting.append(Run(submit, 0, 0))
         self.to_run.set()
 

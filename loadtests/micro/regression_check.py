@@ -220,7 +220,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _compare_with_tree(guard: CheckOptions) -> int:
     try:
         if guard.record or guard.rounds < 2:
-            raise ValueError("--against needs --rounds of 2 or more, and excludes --record")
+            raise ValueError(
+                f"--against needs --rounds of 2 or more (not {guard.rounds}), and cannot be used "
+                "with --record"
+            )
         other = SourceTree.at(Path(guard.against))
     except ValueError as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)

@@ -114,7 +114,7 @@ async def http_load(address: str, streams: int, output_len: int) -> int:
         answer = await reader.read(-1)
         writer.close()
         if answer.count(b"data: [DONE]") != 1:
-            raise MeasurementFailed(f"a stream did not end well: {answer[-300:]!r}")
+            raise MeasurementFailed(f"a stream ended without its end mark: {answer[-300:]!r}")
         return answer.count(b'"text":')
 
     return sum(await asyncio.gather(*(one() for _ in range(streams))))

@@ -250,7 +250,9 @@ class Checker:
                 allowed = closing
             token = int(numbers.choice(np.flatnonzero(allowed)))
             if not matcher.advance([token]):
-                raise MeasurementFailed(f"a token of a mask is refused: {token} after {tokens}")
+                raise MeasurementFailed(
+                    f"the matcher refuses token {token}, which its mask allows, after {tokens}"
+                )
             tokens.append(token)
         return None
 
@@ -294,7 +296,9 @@ async def check(options: Options) -> dict[str, Any]:
     }
     print(json.dumps(figures))
     if num_failed:
-        raise MeasurementFailed(f"{num_failed} checks failed")
+        raise MeasurementFailed(
+            f"{num_failed} checks of {options.schemas} schemas failed: see the output above"
+        )
     return figures
 
 

@@ -112,7 +112,7 @@ class SourceTree:
                 process.stdin.write(json.dumps(config).encode() + b"\n")
             line = await process.stdout.readline()
             if not line:
-                raise ProgramFailed(f"{module} in {self.root} did not start")
+                raise ProgramFailed(f"{module} in {self.root} did not start: see its output above")
             yield process.pid, json.loads(line)
         finally:
             await _kill(process)

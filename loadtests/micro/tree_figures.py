@@ -170,7 +170,9 @@ async def _transfer(server: Running, client: Client, prompts: Prompts, amounts: 
     seconds, _ = await _cpu_seconds(workers, _send(client, prompts, transferred, at_once))
     num_bytes = await _transferred_bytes(server) - before
     if not num_bytes:
-        raise MeasurementFailed("no KV blocks were transferred")
+        raise MeasurementFailed(
+            f"no bytes of KV blocks were transferred for {amounts.transfers} requests"
+        )
     return 1e3 * seconds / (num_bytes / 1e6)
 
 

@@ -107,7 +107,9 @@ class Conversation:
                     received_at = time.monotonic()
                     yield reply.text
                 if not progress.is_over:
-                    raise ChatFailed("the stream ended before the answer was complete")
+                    raise ChatFailed(
+                        "the server ended the stream before the answer was complete: see its log"
+                    )
             except BadAnswer as error:
                 raise ChatFailed(str(error)) from None
             except grpc.RpcError as error:
@@ -180,7 +182,7 @@ def _parser() -> Parser:
 def _count(text: str) -> int:
     number = int(text)
     if not 0 < number < 2**31:
-        raise argparse.ArgumentTypeError(f"expected 1 or more, not {number}")
+        raise argparse.ArgumentTypeError(f"expected 1 to {2**31 - 1}, not {text:.40}")
     return number
 
 

@@ -36,6 +36,6 @@ class _Refusal(argparse.Action):
         option_string: str | None = None,
     ) -> NoReturn:
         parser.error(
-            "--api-key: every user of this machine can list command lines, so keys are not "
-            f"accepted there: use --api-key-file FILE or the variable {VARIABLE}"
+            "--api-key is not accepted, because every user of this machine can list command lines: "
+            f"use --api-key-file FILE or the variable {VARIABLE}"
         )

@@ -61,10 +61,14 @@ def fetch(url: str, request_id: str, key: str = "") -> Json:
         reply = connection.getresponse()
         body = reply.read(MAX_BYTES)
     except TimeoutError:
-        raise NoExplanation(f"no answer within {SECONDS_TO_ANSWER:g} s") from None
+        raise NoExplanation(
+            f"the router at {connection.host} port {connection.port} gave no answer within "
+            f"{SECONDS_TO_ANSWER:g} s: try again"
+        ) from None
     except (OSError, http.client.HTTPException) as error:
         raise NoExplanation(
-            f"cannot reach a router ({error}): check the URL, and that `penstock serve` runs"
+            f"cannot reach a router at {connection.host} port {connection.port} ({error}): check "
+            "the URL, and that `penstock serve` runs"
         ) from None
     finally:
         connection.close()
@@ -79,8 +83,8 @@ def _read(code: int, body: bytes) -> Json:
             return dict(content)
         message = content["error"]["message"]
     except (ValueError, KeyError, TypeError):
-        message = "the server there is not a Penstock router of this version"
-    raise NoExplanation(f"{message} ({code})")
+        message = "the server at this URL is not a Penstock router of this version"
+    raise NoExplanation(f"{message} (HTTP {code})")
 
 
 def _parser() -> Parser:

@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _hub_name(text: str) -> str:
     if not HUB_NAME.fullmatch(text):
-        raise argparse.ArgumentTypeError(f"expected a name like owner/model, not {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a hub name like owner/model, not {text!r:.80}")
     return text
 
 

@@ -47,10 +47,14 @@ def change(url: str, key: str, worker: str, role: str) -> None:
         reply = connection.getresponse()
         content = reply.read(MAX_BYTES)
     except TimeoutError:
-        raise NoStatus(f"no answer within {SECONDS_TO_ANSWER:g} s") from None
+        raise NoStatus(
+            f"the router at {connection.host} port {connection.port} gave no answer within "
+            f"{SECONDS_TO_ANSWER:g} s: see the role of the worker with `penstock status`"
+        ) from None
     except (OSError, http.client.HTTPException) as error:
         raise NoStatus(
-            f"cannot reach a router ({error}): give the URL of its operators' port"
+            f"cannot reach a router at {connection.host} port {connection.port} ({error}): give "
+            "the URL of its operators' port"
         ) from None
     finally:
         connection.close()
@@ -62,8 +66,8 @@ def _reason(code: int, body: bytes) -> str:
     try:
         message = json.loads(body)["error"]["message"]
     except (ValueError, KeyError, TypeError):
-        message = "the server there is not a Penstock router of this version"
-    return f"{message} ({code})"
+        message = "the server at this URL is not a Penstock router of this version"
+    return f"{message} (HTTP {code})"
 
 
 def _parser() -> Parser:

@@ -87,15 +87,20 @@ def fetch(url: str, key: str | None = None) -> Json:
         reply = connection.getresponse()
         body = reply.read(MAX_BYTES)
     except TimeoutError:
-        raise NoStatus(f"no answer within {SECONDS_TO_ANSWER:g} s") from None
+        raise NoStatus(
+            f"the router at {connection.host} port {connection.port} gave no answer within "
+            f"{SECONDS_TO_ANSWER:g} s: try again"
+        ) from None
     except OSError as error:
         raise NoStatus(
-            f"cannot reach a router ({error.strerror or error}): start a server with "
-            "`penstock serve`, or give the address of its operators' port"
+            f"cannot reach a router at {connection.host} port {connection.port} "
+            f"({error.strerror or error}): start a server with `penstock serve`, or give the "
+            "address of its operators' port"
         ) from None
     except http.client.HTTPException:
         raise NoStatus(
-            "the server there is not an HTTP server: give the URL of the operators' port"
+            f"the server at {connection.host} port {connection.port} is not an HTTP server: give "
+            "the URL of the operators' port"
         ) from None
     finally:
         connection.close()
@@ -132,15 +137,18 @@ def _read(code: int, body: bytes) -> Json:
     if code == 401:
         raise NoStatus(f"the server needs a valid API key: give --api-key-file or {VARIABLE}")
     if code == 403:
-        raise NoStatus("only operators may see the status: the API key has another role")
+        raise NoStatus(
+            "only operators may see the status, and the API key has another role: give a key with "
+            "the role operator"
+        )
     try:
         status = json.loads(body) if code == 200 else None
     except ValueError:
         status = None
     if not isinstance(status, dict) or not {"model", "pools", "workers"} <= status.keys():
         raise NoStatus(
-            f"the server there (HTTP {code}) is not the operators' port of a "
-            "Penstock router of this version"
+            f"the server at this URL (HTTP {code}) is not the operators' port of a Penstock router "
+            "of this version: check the port and the versions"
         )
     return status
 

@@ -37,9 +37,12 @@ def checked_key(text: str, allow_weak: bool = False) -> str:
     """Return a key without the whitespace around it. Raise `BadKey` if it cannot be a key."""
     key = text.strip()
     if not key:
-        raise BadKey("is empty")
+        raise BadKey("is empty: give a key, such as the output of `openssl rand -hex 32`")
     if not all("!" <= character <= "~" for character in key):
-        raise BadKey("has spaces or characters that are not ASCII")
+        raise BadKey(
+            "has spaces or characters that are not printable ASCII: create a key with "
+            "`openssl rand -hex 32`"
+        )
     if len(key) < MIN_CHARACTERS and not allow_weak:
         raise BadKey(
             f"has fewer than {MIN_CHARACTERS} characters, so it could be guessed: create one with "
@@ -66,7 +69,7 @@ def read_key_lines(path: Path) -> list[tuple[int, str]]:
     lines = content.decode("latin-1").split("\n")
     found = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not found:
-        raise BadKey("has no key")
+        raise BadKey("contains no key: write each key on its own line")
     return found
 
 

@@ -20,8 +20,7 @@ UINT64_MAX = 2**64 - 1
 
 def _float32(value: float) -> float:
     """Round a number to float32, because parameters are sent to workers as float32."""
-    rounded: float = struct.unpack("f", struct.pack("f", value))[0]
-    return rounded
+    return float(struct.unpack("f", struct.pack("f", value))[0])
 
 
 RANGES: Mapping[str, tuple[float, float]] = {
@@ -174,16 +173,14 @@ class SamplingParams:
         _check_token_lists(self, limits, vocab_size)
         _check_token_choice(self, limits, vocab_size)
         if self.max_tokens is not None and self.max_tokens < 1:
-            raise InvalidParameterError("max_tokens must be at least 1", "max_tokens")
+            raise _wrong("max_tokens", f"must be at least 1, not {number_text(self.max_tokens)}")
         if self.use_beam_search:
             _check_beam_search(self, limits)
         elif self.length_penalty != 1 or self.early_stopping is not False:
             name = "early_stopping" if self.length_penalty == 1 else "length_penalty"
-            raise InvalidParameterError(
-                f"{name} is for beam searches: set use_beam_search, or leave it out", name
-            )
+            raise _wrong(name, f"needs a beam search: set use_beam_search, or leave {name} out")
         if self.min_tokens < 0:
-            raise InvalidParameterError("min_tokens must be at least 0", "min_tokens")
+            raise _wrong("min_tokens", f"must be at least 0, not {number_text(self.min_tokens)}")
         if self.max_tokens is not None:
             _check_count("min_tokens", self.min_tokens, 0, self.max_tokens)
         if self.stop:
@@ -261,42 +258,44 @@ class SamplingParams:
         return self if stops == self.stop_token_ids else replace(self, stop_token_ids=stops)
 
 
+def _wrong(name: str, problem: str) -> InvalidParameterError:
+    return InvalidParameterError(f"{name} {problem}", name)
+
+
 def check_token_ids(name: str, tokens: Collection[int], vocab_size: int) -> None:
     """Raise `InvalidParameterError` for parameter `name` if a token is not in the vocabulary."""
     if tokens and not (min(tokens) >= 0 and max(tokens) < vocab_size):
         wrong = number_text(min(tokens) if min(tokens) < 0 else max(tokens))
-        raise InvalidParameterError(
-            f"{name} holds token ids outside the vocabulary (0 to {vocab_size - 1}): {wrong}", name
-        )
+        outside = f"outside the vocabulary (0 to {vocab_size - 1})"
+        raise _wrong(name, f"contains the token id {wrong}, which is {outside}")
 
 
 def check_bad_words(words: Sequence[str], limits: SamplingLimits) -> None:
     """Raise `InvalidParameterError` if a word of `bad_words` is invalid before tokenization."""
     _check_size("bad_words", len(words), limits.max_bad_words, "words")
-    if any(not word.strip() or len(word) > limits.max_bad_word_chars for word in words):
-        raise InvalidParameterError(
-            f"a word of bad_words must have 1 to {limits.max_bad_word_chars} characters, "
-            "not only spaces",
-            "bad_words",
-        )
+    for index, word in enumerate(words):
+        if not word.strip() or len(word) > limits.max_bad_word_chars:
+            raise InvalidParameterError(
+                f"bad_words[{index}] has {len(word)} characters; a word must have 1 to "
+                f"{limits.max_bad_word_chars} characters, and not only spaces",
+                "bad_words",
+            )
 
 
 def _check_count(name: str, value: int | None, low: int, high: int) -> None:
     if value is not None and not low <= value <= high:
         bounds, given = f"from {low} to {number_text(high)}", number_text(value)
-        raise InvalidParameterError(f"{name} must be a whole number {bounds}, not {given}", name)
+        raise _wrong(name, f"must be a whole number {bounds}, not {given}")
 
 
 def _check_number(name: str, value: float, low: float, high: float) -> None:
     if not low <= value <= high:
-        raise InvalidParameterError(
-            f"{name} must be a number from {low:g} to {high:g}, not {value}", name
-        )
+        raise _wrong(name, f"must be a number from {low:g} to {high:g}, not {number_text(value)}")
 
 
 def _check_size(name: str, size: int, most: int, unit: str) -> None:
     if size > most:
-        raise InvalidParameterError(f"{name} takes at most {most} {unit}, not {size}", name)
+        raise _wrong(name, f"takes at most {most} {unit}, not {size}")
 
 
 def _check_ranges(params: SamplingParams, limits: SamplingLimits) -> None:
@@ -318,44 +317,40 @@ def _check_token_lists(params: SamplingParams, limits: SamplingLimits, vocab_siz
     for name, tokens, most in lists:
         _check_size(name, len(tokens), most, "entries")
         check_token_ids(name, tokens, vocab_size)
-    if any(not abs(value) <= MAX_LOGIT_BIAS for value in params.logit_bias.values()):
-        raise InvalidParameterError(
-            f"logit_bias values must be from -{MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}",
-            "logit_bias",
-        )
+    for token, value in params.logit_bias.items():
+        if not abs(value) <= MAX_LOGIT_BIAS:
+            bounds = f"from -{MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}"
+            problem = f"of token {token} must be a number {bounds}, not {number_text(value)}"
+            raise _wrong("logit_bias", problem)
 
 
 def _check_token_choice(params: SamplingParams, limits: SamplingLimits, vocab_size: int) -> None:
     """Check that bad words and allowed tokens are valid, and that an allowed token is left."""
     words, most = params.bad_words_token_ids, limits.max_bad_word_tokens
-    if len(words) > 2 * limits.max_bad_words:  # each bad word has one or two token sequences
-        raise InvalidParameterError(
-            f"bad_words takes at most {limits.max_bad_words} words", "bad_words"
-        )
+    # Each bad word has one or two token sequences.
+    _check_size("bad_words", len(words), 2 * limits.max_bad_words, "token sequences")
     for word in words:
         if not 0 < len(word) <= most:
-            raise InvalidParameterError(
-                f"a word of bad_words must have 1 to {most} tokens, not {len(word)}", "bad_words"
-            )
+            raise _wrong("bad_words", f"has a word of {len(word)} tokens; 1 to {most} are allowed")
         check_token_ids("bad_words", word, vocab_size)
     allowed = params.allowed_token_ids
     if allowed is None:
         return
     name = "allowed_token_ids"
     if not 0 < len(allowed) <= vocab_size:
-        raise InvalidParameterError(f"{name} takes 1 to {vocab_size} entries", name)
+        raise _wrong(name, f"must have 1 to {vocab_size} token ids, not {len(allowed)}")
     check_token_ids(name, allowed, vocab_size)
     if {word[0] for word in words if len(word) == 1}.issuperset(allowed):
-        raise InvalidParameterError(
-            "bad_words ban every token of allowed_token_ids: leave one", "bad_words"
-        )
+        banned = f"bans all {len(allowed)} tokens of {name}, so no token is left"
+        raise _wrong("bad_words", f"{banned}: remove a word from bad_words")
 
 
 def _check_beam_search(params: SamplingParams, limits: SamplingLimits) -> None:
     if params.num_sequences < 2:
         name = "n" if params.best_of is None else "best_of"
         raise InvalidParameterError(
-            f"use_beam_search takes from 2 to {limits.max_choices} beams: set {name} in that range",
+            f"use_beam_search needs {name} from 2 to {limits.max_choices}, not "
+            f"{params.num_sequences}: {name} is the number of beams",
             name,
         )
     for name, harmless in BEAM_SEARCH_VALUES.items():
@@ -363,7 +358,8 @@ def _check_beam_search(params: SamplingParams, limits: SamplingLimits) -> None:
             kept = " or ".join(f"{value:g}" for value in harmless if isinstance(value, float | int))
             which = f"leave {name} at {kept}" if kept else f"leave out {name}"
             raise InvalidParameterError(
-                f"use_beam_search cannot be combined with sampling: {which}", name
+                f"use_beam_search cannot be combined with {name}, which is for sampling: {which}",
+                name,
             )
     if params.stop:
         raise InvalidParameterError(
@@ -371,24 +367,27 @@ def _check_beam_search(params: SamplingParams, limits: SamplingLimits) -> None:
         )
     _check_number("length_penalty", params.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
     if params.early_stopping not in EARLY_STOPPING:
-        raise InvalidParameterError(
-            'early_stopping must be true, false or "never"', "early_stopping"
-        )
+        given = f"{params.early_stopping!r:.40}"
+        raise _wrong("early_stopping", f'must be true, false or "never", not {given}')
     longest = limits.max_beam_tokens // params.n
     if params.max_tokens is not None and params.max_tokens > longest:
         raise InvalidParameterError(
-            f"the answers of a beam search may have {limits.max_beam_tokens} tokens together: "
-            f"with n = {params.n}, ask for max_tokens of at most {longest}",
+            f"max_tokens is {number_text(params.max_tokens)}, but the {params.n} answers of a beam "
+            f"search may have at most {limits.max_beam_tokens} tokens in all: set max_tokens to at "
+            f"most {longest}",
             "max_tokens",
         )
 
 
 def _check_stop_strings(params: SamplingParams, limits: SamplingLimits) -> None:
     _check_size("stop", len(params.stop), limits.max_stop_strings, "strings")
-    if any(not 0 < len(stop) <= limits.max_stop_chars for stop in params.stop):
-        raise InvalidParameterError(
-            f"a stop string must have 1 to {limits.max_stop_chars} characters", "stop"
-        )
+    for index, stop in enumerate(params.stop):
+        if not 0 < len(stop) <= limits.max_stop_chars:
+            raise InvalidParameterError(
+                f"stop[{index}] has {len(stop)} characters; a stop string must have 1 to "
+                f"{limits.max_stop_chars}",
+                "stop",
+            )
 
 
 def _check_structured_outputs(params: SamplingParams, wanted: StructuredOutputs) -> None:

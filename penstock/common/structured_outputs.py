@@ -84,7 +84,7 @@ def json_schema(schema: Mapping[str, Any] | bool | str) -> StructuredOutputs:
     try:
         return StructuredOutputs("json", json.dumps(schema, ensure_ascii=False))
     except RecursionError as error:
-        raise invalid("the schema is nested too deeply") from error
+        raise invalid("the schema is nested too deeply: send a flatter schema") from error
 
 
 def choice(options: Sequence[str]) -> StructuredOutputs:

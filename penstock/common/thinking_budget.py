@@ -38,12 +38,13 @@ class ThinkingBudget:
             )
         if len(self.start) > MAX_START_TOKENS:
             raise InvalidParameterError(
-                f"the start of reasoning may have at most {MAX_START_TOKENS} tokens, not "
-                f"{len(self.start)}",
+                f"{NAME}: the text that starts reasoning has {len(self.start)} tokens; at most "
+                f"{MAX_START_TOKENS} are allowed",
                 NAME,
             )
         if not all(0 <= token < vocab_size for token in (self.end, *self.start)):
             raise InvalidParameterError(
-                f"a token that delimits reasoning is not in the vocabulary (0 to {vocab_size - 1})",
+                f"{NAME}: a token that starts or ends reasoning ({[*self.start, self.end]}) is not "
+                f"in the vocabulary (0 to {vocab_size - 1})",
                 NAME,
             )

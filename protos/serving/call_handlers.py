@@ -143,7 +143,8 @@ def _parse(kind: type[Message], data: bytes) -> Message:
     try:
         return kind.FromString(data)
     except DecodeError:
-        details = f"the message is not a valid {kind.DESCRIPTOR.full_name}"
+        name = kind.DESCRIPTOR.full_name
+        details = f"the message is not a valid {name}: send a message of this type"
         raise CallError(grpc.StatusCode.INVALID_ARGUMENT, details) from None
 
 

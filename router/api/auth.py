@@ -62,8 +62,8 @@ class ApiKeys:
             if roles == OPERATORS and not is_loopback:
                 raise ServingError(
                     Code.FORBIDDEN,
-                    "this is for operators: configure a key with the role operator, or bind the "
-                    "server to loopback",
+                    "only operators may make this call, and the server has no API keys: configure "
+                    "a key with the role operator, or bind the server to loopback",
                 )
             return Caller(ANONYMOUS, "")
         scheme, _, key = (header or "").partition(" ")
@@ -71,13 +71,14 @@ class ApiKeys:
         found = [each for digest, each in self._keys if hmac.compare_digest(offered, digest)]
         if scheme.lower() != "bearer" or not found:
             raise ServingError(
-                Code.UNAUTHENTICATED, "no valid API key: send 'Authorization: Bearer <key>'"
+                Code.UNAUTHENTICATED,
+                "the request has no valid API key: send 'Authorization: Bearer <key>'",
             )
         if found[0].role not in roles:
             raise ServingError(
                 Code.FORBIDDEN,
-                f"the API key {found[0].name!r} has the role {found[0].role}, but this needs the "
-                f"role {' or '.join(sorted(roles))}",
+                f"the API key {found[0].name!r} has the role {found[0].role}, but this call needs "
+                f"the role {' or '.join(sorted(roles))}",
             )
         return Caller(found[0].name, _tenant(offered), found[0].role)
 

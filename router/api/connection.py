@@ -217,7 +217,12 @@ class BoundedConnection(HttpToolsProtocol):
         if self.limits.open(self._address):
             self._start_timer(self.limits.receive_seconds)
         else:
-            self._refuse(ServingError(Code.UNAVAILABLE, "too many connections are open"))
+            self._refuse(
+                ServingError(
+                    Code.UNAVAILABLE,
+                    "too many connections to this server are open: try again later",
+                )
+            )
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.limits.close(self._address)

@@ -241,7 +241,9 @@ class InferenceApi:
             return data
         name = kind.DESCRIPTOR.full_name
         if name not in KINDS:
-            raise invalid(f"a {name} has at most {INLINE_BYTES} bytes, not {len(data)}")
+            raise invalid(
+                f"the message {name} has {len(data)} bytes; at most {INLINE_BYTES} are allowed"
+            )
         job = job_items(kind, data, self._frontend.model)
         tenant = self._tenant(context)
         (checked,) = await self._frontend.helpers.run(GRPC_KIND, job, tenant, "the message")

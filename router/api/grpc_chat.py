@@ -6,6 +6,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from penstock.common.text.chat_source import DEFAULT_OPTIONS, TemplateOptions
+from penstock.common.value_text import value_text
 from penstock.protos import inference_pb2 as pb
 from penstock.router.config import RequestBounds
 from penstock.router.errors import invalid
@@ -73,13 +74,24 @@ def _message(message: pb.ChatMessage) -> dict[str, Any]:
     found: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.content_list:
         if message.content:
-            raise invalid("a message has both content and content_list: set one", "messages")
+            raise invalid(
+                f"a message with the role {message.role!r} has both content and content_list: set "
+                "only one",
+                "messages",
+            )
         found["content"] = [_text_of(each) for each in message.content_list]
     if message.role == "tool" and not message.tool_call_id:
-        raise invalid("a message of a tool has no tool_call_id: set it", "messages")
+        raise invalid(
+            "a message with the role 'tool' has no tool_call_id: set it to the id of the call",
+            "messages",
+        )
     if message.role != "assistant" and (message.tool_calls or message.reasoning_content):
         name = "tool_calls" if message.tool_calls else "reasoning_content"
-        raise invalid(f"only messages of the assistant have {name}", "messages")
+        raise invalid(
+            f"a message with the role {message.role!r} has {name}, which only the role 'assistant' "
+            "may have: leave it out",
+            "messages",
+        )
     if message.tool_calls:
         found["content"] = found["content"] or None
         found["tool_calls"] = [_call(call) for call in message.tool_calls]
@@ -91,7 +103,7 @@ def _message(message: pb.ChatMessage) -> dict[str, Any]:
 
 def _text_of(given: pb.ContentPart) -> dict[str, str]:
     if given.WhichOneof("part") != "text":
-        raise invalid("a content part is empty: set text", "messages")
+        raise invalid("a content part of a message has no text: set text", "messages")
     return {"type": "text", "text": given.text}
 
 
@@ -106,7 +118,7 @@ def _object(name: str, text: str) -> dict[str, Any]:
     except ValueError as error:
         raise invalid(f"{name} is not valid JSON: {error}", name) from None
     if not isinstance(found, dict):
-        raise invalid(f"{name} must be a JSON object", name)
+        raise invalid(f"{name} must be a JSON object, not {value_text(found)}", name)
     return found
 
 

@@ -44,7 +44,7 @@ def check_job(bounds: RequestBounds, items: Sequence[bytes]) -> list[bytes]:
     try:
         message = KINDS[name].FromString(items[1])
     except DecodeError:
-        raise invalid(f"the message is not a valid {name}") from None
+        raise invalid(f"the message is not a valid {name}: send a message of this type") from None
     check_message(message, bounds, ModelLimits(*model))
     message.DiscardUnknownFields()
     return [message.SerializeToString()]

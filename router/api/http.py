@@ -278,7 +278,9 @@ class AuthMiddleware:
         name = PORT.sub("", header_of(scope, b"host") or "")
         if self._names is not None and name.lower() not in self._names:
             raise ServingError(
-                Code.FORBIDDEN, "this server is bound to loopback: call it as localhost"
+                Code.FORBIDDEN,
+                f"the Host header is {name[:80]!r}, but this server is bound to loopback: call it "
+                "as localhost",
             )
         if scope["path"] not in self._public:
             roles = self._roles.get(scope["path"], self._other_roles)
@@ -319,7 +321,7 @@ async def read_body(request: Request, bounds: RequestBounds, has_arrived: bool =
             "application/json'"
         )
     too_large = ServingError(
-        Code.TOO_LARGE, f"the body is larger than {bounds.max_body_bytes} bytes"
+        Code.TOO_LARGE, f"the body is larger than {bounds.max_body_bytes} bytes, the maximum"
     )
     length = header_of(request.scope, b"content-length") or "0"
     if not length.isdecimal() or int(length[:20]) > bounds.max_body_bytes:
@@ -327,7 +329,7 @@ async def read_body(request: Request, bounds: RequestBounds, has_arrived: bool =
     if has_arrived:
         message = await request.receive()
         if message["type"] != "http.request" or message["more_body"]:
-            raise invalid("the body is not complete")
+            raise invalid("the connection ended before the whole body had arrived")
         if len(message["body"]) > bounds.max_body_bytes:
             raise too_large
         return bytes(message["body"])
@@ -341,7 +343,8 @@ async def read_body(request: Request, bounds: RequestBounds, has_arrived: bool =
                     raise too_large
                 chunks.append(chunk)
     except ClientDisconnect as error:
-        raise invalid("the body is not complete") from error
+        raise invalid("the connection ended before the whole body had arrived") from error
     except TimeoutError as error:
-        raise invalid(f"the body did not arrive within {bounds.receive_seconds:g} s") from error
+        limit = f"{bounds.receive_seconds:g} s"
+        raise invalid(f"the whole body did not arrive within {limit}: send it faster") from error
     return b"".join(chunks)

@@ -29,4 +29,4 @@ class WriteBatch:
             try:
                 write()
             except Exception:  # an error of one response must not stop the writes of the others
-                log.exception("a response could not be written")
+                log.exception("the response of a request could not be written to its connection")

@@ -166,11 +166,12 @@ class HelperPool:
             self._line.end(slot, round(self._limits.cpu_seconds * 1e6))
             _refuse(job, self._refusal(job, cause))
             log.warning(
-                "a job has ended its helper process, which is restarted; limit exceeded: %s",
+                "a helper process was ended, because a job exceeded its limit of %s; the process "
+                "is restarted",
                 cause.value,
             )
         else:
-            log.warning("a helper process has ended and is restarted")
+            log.warning("a helper process ended without a known cause; it is restarted")
             if jobs:
                 jobs[0].was_tried = True
         self._restarts[slot] = asyncio.create_task(self._restart(slot, jobs))
@@ -181,7 +182,10 @@ class HelperPool:
                 await self._start(slot, jobs)
                 return
             except (ServingError, OSError) as error:
-                log.error("a helper process could not be restarted: %s", error)
+                log.error(
+                    "a helper process could not be restarted; next attempt in %g s: %s",
+                    *(RETRY_SECONDS, error),
+                )
                 for job in jobs:
                     _refuse(job, _unavailable())
                     self._line.end(slot)

@@ -33,7 +33,7 @@ def decode_reply(items: list[bytes]) -> Reply:
         ValueError: the frame is not a reply.
     """
     if not items:
-        raise ValueError("a reply has no head")
+        raise ValueError("the reply of a helper process is empty: expected a head as first item")
     microseconds, *error = json.loads(items[0])
     if not error:
         return Reply(microseconds, items[1:])

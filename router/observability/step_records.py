@@ -33,6 +33,7 @@ class StepColumns:
 def step_columns(message: pb.StepRecords) -> StepColumns:
     """Return the records of a message. Raises ValueError if the columns differ in length."""
     columns = {each.name: list(getattr(message, each.name)) for each in fields(StepColumns)}
-    if len({len(column) for column in columns.values()}) != 1:
-        raise ValueError("the columns of the step records differ in length")
+    lengths = {len(column) for column in columns.values()}
+    if len(lengths) != 1:
+        raise ValueError(f"the columns of the step records differ in length: {sorted(lengths)}")
     return StepColumns(**columns)

@@ -34,7 +34,10 @@ def check_variables(variables: Collection[str], field: str) -> None:
     """
     for name in variables:
         if name in RESERVED_VARIABLES:
-            raise invalid(f"{name} cannot be set in {field}", field)
+            raise invalid(
+                f"{field} contains {name}, which the server sets from other fields: leave it out",
+                field,
+            )
 
 
 def check_role(role: str) -> None:

@@ -78,7 +78,9 @@ class FairLine(Generic[J]):
             self._size + size > self._max_size or (own and own + size > self._max_size // 4)
         ):
             raise ServingError(
-                Code.OVERLOADED, "too many texts wait to be processed: call again", retry_after=1.0
+                Code.OVERLOADED,
+                "too many texts wait to be tokenized or parsed: call again later",
+                retry_after=1.0,
             )
         if tenant is None:
             tenant = _Tenant(max(self._clock, self._served.pop(name, 0)))

@@ -14,6 +14,7 @@ from penstock.common.sampling_params import (
     SamplingLimits,
     SamplingParams,
 )
+from penstock.common.value_text import value_text
 
 FILE_NAME = "generation_config.json"
 KINDS: Mapping[str, tuple[type, ...]] = {
@@ -87,7 +88,7 @@ def _read(path: Path) -> Mapping[str, Any]:
     except (ValueError, RecursionError) as error:
         raise _wrong(path, f"it is not valid JSON: {error}") from error
     if not isinstance(found, dict):
-        raise _wrong(path, "it is not a JSON object")
+        raise _wrong(path, f"expected a JSON object, not {value_text(found)}")
     return found
 
 
@@ -96,7 +97,7 @@ def _number(path: Path, found: Mapping[str, Any], name: str, kinds: tuple[type, 
     value = found.get(name)
     if value is None or (isinstance(value, kinds) and not isinstance(value, bool)):
         return value
-    raise _wrong(path, f"{name} is {value!r}, not a number")
+    raise _wrong(path, f"{name} is {value_text(value)}, not a number")
 
 
 def _wrong(path: Path, why: str) -> ValueError:

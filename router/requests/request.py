@@ -103,7 +103,10 @@ def check_cache_salt(request: GenerationRequest) -> None:
     """Refuse a `cache_salt` that workers would refuse for its length."""
     excess = len(request.salt) - MAX_SALT_BYTES
     if excess > 0:
-        raise invalid(f"cache_salt is {excess} bytes too long: make it shorter", "cache_salt")
+        most = len(request.cache_salt.encode()) - excess
+        raise invalid(
+            f"cache_salt has {most + excess} bytes; at most {most} are allowed", "cache_salt"
+        )
 
 
 def check_vocabulary(tokens: Collection[int], model: ModelLimits, name: str) -> None:

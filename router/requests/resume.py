@@ -48,10 +48,16 @@ def check_resume_state(
     max_tokens = params.answer_limit(len(request.prompt), model.max_model_len)
     for choice, known in request.resume_from.items():
         if choice >= params.n:
-            raise invalid(f"resume_from has choice {choice}, but n is {params.n}", "resume_from")
+            raise invalid(
+                f"resume_from has choice {choice}, but n is {params.n}: choices are 0 to "
+                f"{params.n - 1}",
+                "resume_from",
+            )
         if known.finish not in FINISHES:
             raise invalid(
-                "finish_reason in resume_from must be stop, length or empty", "resume_from"
+                "finish_reason in resume_from must be stop, length or empty, not "
+                f"{known.finish[:40]!r}",
+                "resume_from",
             )
         if len(known.tokens) > max_tokens:
             raise invalid(
@@ -62,7 +68,11 @@ def check_resume_state(
         check_vocabulary(known.tokens, model, "resume_from")
     is_begun = any(known.tokens for known in request.resume_from.values())
     if is_begun and sampling.temperature > 0 and sampling.seed is None:
-        raise invalid("to resume from tokens, give the seed that came with them", "seed")
+        raise invalid(
+            "resume_from has sampled tokens, but seed is not set: set the seed that came with the "
+            "tokens",
+            "seed",
+        )
 
 
 async def resume(
@@ -121,7 +131,7 @@ async def _resume(
 
 def _continues_past_stop(choice: int, num_tokens: int) -> ServingError:
     return invalid(
-        f"resume_from continues past the stop string that ends choice {choice} after "
-        f"{num_tokens} tokens",
+        f"resume_from has tokens after a stop string, which ends choice {choice} after "
+        f"{num_tokens} tokens: leave out the tokens after it",
         "resume_from",
     )

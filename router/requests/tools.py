@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
+from penstock.common.value_text import value_text
 from penstock.router.errors import invalid
 from penstock.router.requests.json_text import dumps
 
@@ -53,7 +54,7 @@ def read_tool_choice(given: object, tools: Sequence[Mapping[str, Any]]) -> ToolC
         case _:
             raise invalid(
                 "tool_choice must be none, auto, required or "
-                '{"type": "function", "function": {"name": ...}}',
+                f'{{"type": "function", "function": {{"name": ...}}}}, not {value_text(given)}',
                 "tool_choice",
             )
     if not tools:
@@ -78,7 +79,9 @@ def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
             )
         function = tool.get("function")
         if not isinstance(function, dict):
-            raise invalid(f"{where}.function must be an object", "tools")
+            raise invalid(
+                f"{where}.function must be an object, not {value_text(function)}", "tools"
+            )
         check_name(function.get("name"), f"{where}.function.name", names)
         _check_types(function, f"{where}.function")
 
@@ -98,7 +101,7 @@ def check_name(name: object, where: str, names: set[str]) -> None:
             "tools",
         )
     if name in names:
-        raise invalid(f"{where} {name!r} is also the name of another tool", "tools")
+        raise invalid(f"{where} is {name!r}, which is also the name of another tool", "tools")
     names.add(name)
 
 
@@ -106,9 +109,11 @@ def _check_types(function: Mapping[str, Any], where: str) -> None:
     types = {"description": (str, "a string"), "strict": (bool, "a boolean")}
     for key, (kind, what) in types.items():
         if not isinstance(function.get(key), kind | None):
-            raise invalid(f"{where}.{key} must be {what}", "tools")
+            given = value_text(function.get(key))
+            raise invalid(f"{where}.{key} must be {what}, not {given}", "tools")
     if not isinstance(function.get("parameters"), dict | None):
-        raise invalid(f"{where}.parameters must be a JSON schema, which is an object", "tools")
+        given = value_text(function.get("parameters"))
+        raise invalid(f"{where}.parameters must be a JSON Schema (an object), not {given}", "tools")
 
 
 def check_json(name: str, value: object, max_bytes: int, max_depth: int | None = None) -> None:
@@ -123,7 +128,7 @@ def check_json(name: str, value: object, max_bytes: int, max_depth: int | None =
     if not value:
         return
     if max_depth is not None and _is_deeper(value, max_depth):
-        raise invalid(f"{name} is nested more than {max_depth} levels deep", name)
+        raise invalid(f"{name} is nested more than {max_depth} levels deep, the maximum", name)
     size = len(dumps(value).encode())
     if size > max_bytes:
         raise invalid(f"{name} has {size} bytes as JSON; at most {max_bytes} are allowed", name)

@@ -83,8 +83,9 @@ def _decode_tokens(step: pb.Step) -> ev.TokenColumns:
     requests, attempts, choices = step.request[:], step.attempt[:], step.choice[:]
     positions, tokens, finishes = step.position[:], step.token[:], step.finish[:]
     columns = (requests, attempts, choices, positions, tokens, finishes)
-    if len({len(column) for column in columns}) > 1:
-        raise ValueError("the arrays of a step differ in length")
+    lengths = {len(column) for column in columns}
+    if len(lengths) > 1:
+        raise ValueError(f"the arrays of a step differ in length: {sorted(lengths)}")
     if not FINISHES.issuperset(finishes):
         raise ValueError(f"a step has an unknown finish: {sorted(set(finishes) - FINISHES)}")
     logprobs = {entry.row: entry for entry in step.logprobs} if step.logprobs else {}
@@ -158,7 +159,7 @@ def decode_event(worker: str, message: pb.ToRouter) -> ev.Event:
     """
     kind = message.WhichOneof("body")
     if kind is None or kind not in DECODERS:
-        raise ValueError(f"unexpected message of type {kind}")
+        raise ValueError(f"the worker sent a message of the unexpected type {kind}")
     return DECODERS[kind](worker, getattr(message, kind))
 
 

@@ -123,7 +123,10 @@ class WorkerLinks:
     def _on_welcome(self, welcome: worker_pb2.Welcome) -> None:
         others = {other.model for other in self._welcomes.values()}
         if others and welcome.model not in others:
-            raise ValueError("it serves a different model than the workers already connected")
+            raise ValueError(
+                "it serves another model than the connected workers: give all workers the same "
+                "checkpoint"
+            )
         self._compare_layouts(welcome)
         self._welcomes[welcome.worker] = welcome
         self._workers_changed()

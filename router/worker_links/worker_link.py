@@ -202,10 +202,13 @@ class WorkerLink:
         welcome = first.welcome
         if first.WhichOneof("body") != "welcome" or welcome.protocol != codec.PROTOCOL_VERSION:
             raise LinkBroken(
-                "it uses another version of the protocol: run router and workers from one release"
+                f"it uses version {welcome.protocol} of the protocol, this router version "
+                f"{codec.PROTOCOL_VERSION}: run router and workers from one release"
             )
         if welcome.worker != self.worker:
-            raise LinkBroken(f"a different worker answers at this address ({welcome.worker!r})")
+            raise LinkBroken(
+                f"worker {welcome.worker!r} answers at this address instead: check the addresses"
+            )
         self._on_welcome(welcome)
         self._is_up = True
         self.info, self.load = codec.decode_welcome(welcome), decode_worker_load(welcome.load)
@@ -232,7 +235,7 @@ class WorkerLink:
                     f"the worker closed the stream ({await call.details() or 'no reason given'})"
                 )
             if message.number != expected:
-                raise LinkBroken(f"message {expected} from the worker is missing")
+                raise LinkBroken(f"got message {message.number} from the worker, not {expected}")
             expected += 1
             # Posted before the Step event, whose load may cause placements.
             if message.step.HasField("cache"):

@@ -22,9 +22,9 @@ def test_key_is_stripped_and_never_shown() -> None:
         (" \t ", "is empty"),
         (f"{KEY} {KEY}", "has spaces"),
         (f"{KEY}\t{KEY}", "has spaces"),
-        (f"{KEY}\x00", "not ASCII"),
-        (f"{KEY}é", "not ASCII"),
-        (f"\ufeff{KEY}", "not ASCII"),
+        (f"{KEY}\x00", "not printable ASCII"),
+        (f"{KEY}é", "not printable ASCII"),
+        (f"\ufeff{KEY}", "not printable ASCII"),
         (KEY[1:], "fewer than 16 characters"),
     ],
 )
@@ -61,8 +61,8 @@ def test_file_that_other_users_may_read_or_write_is_refused(tmp_path: Path, mode
 @pytest.mark.parametrize(
     ("lines", "words"),
     [
-        ([], "has no key"),
-        (["", " "], "has no key"),
+        ([], "contains no key"),
+        (["", " "], "contains no key"),
         (["sk-1", "sk-2"], "has several lines"),
         (["two words"], "has spaces"),
     ],

@@ -156,7 +156,7 @@ async def test_events_above_the_limit_make_the_response_fail(
     assert types[-2:] == ["error", "response.failed"]
     failed = await ended(model, name)
     assert failed.status == "failed"
-    assert "exceed 20000 bytes" in failed.error.message
+    assert "exceed the maximum of 20000 bytes" in failed.error.message
 
 
 async def test_responses_without_events_are_refused_by_name(model: ResponsesModel) -> None:

@@ -35,7 +35,7 @@ def test_computing_on_a_cpu_raises_within_forbid_fallback_for_a_gpu() -> None:
     with (
         forbid_fallback(GPU),
         pytest.raises(
-            KernelFallbackError, match="on cpu would not be computed by a kernel on cuda"
+            KernelFallbackError, match="on cpu, so no GPU kernel would compute it: expected cuda"
         ),
     ):
         silu_and_mul(x)

@@ -107,7 +107,7 @@ def refusal(params: SamplingParams) -> InvalidParameterError | None:
 def leaves_a_token(params: SamplingParams) -> bool:
     """Return whether `params` is valid: some allowed token must not be banned."""
     error = refusal(params)
-    assert error is None or "leave one" in str(error)
+    assert error is None or "remove a word" in str(error)
     return error is None
 
 

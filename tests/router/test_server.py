@@ -103,7 +103,9 @@ def test_model_limits_are_read_from_the_model_config(
     assert small.max_model_len == 16
 
 
-@pytest.mark.parametrize(("text", "words"), [("{", "not valid JSON"), ("[]", "not a JSON object")])
+@pytest.mark.parametrize(
+    ("text", "words"), [("{", "not valid JSON"), ("[]", "contains no JSON object")]
+)
 async def test_broken_model_config_is_refused(tmp_path: Path, text: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         await serve_router(replace(write_config(tmp_path, text), http_port=0, grpc_port=0))

@@ -35,7 +35,9 @@ from penstock.workers.config import LARGE_GPU_BYTES, StepSizes, WorkerConfig
 )
 def test_invalid_values_are_refused_with_the_field_name(field: str, value: Any) -> None:
     given: dict[str, Any] = {"name": "w", "model": Path("m"), field: value}
-    with pytest.raises(ValueError, match=field if field != "name" else "needs a name") as caught:
+    with pytest.raises(
+        ValueError, match=field if field != "name" else "name of the worker is empty"
+    ) as caught:
         WorkerConfig(**given)
     assert "\n" not in str(caught.value)
 

@@ -185,7 +185,7 @@ class RankMover:
         """Queue `work` after earlier moves of the pair; report its result exactly once."""
         end = self._endpoints.get(number)
         if end is None:
-            self._report(number, piece, broken="the pair is closed")
+            self._report(number, piece, broken="the connection of this pair of ranks is closed")
         else:
             self._thread.run(self._move(number, end, piece, work(end, piece)))
 
@@ -278,7 +278,7 @@ def _take(ring: BufferRing[_Endpoint], end: _Endpoint) -> Generator[Waitable, No
 
     yield _Condition(take)
     if not taken:
-        raise PairBroken("the pair is closed")
+        raise PairBroken("the connection of this pair of ranks is closed")
     return taken[0]
 
 

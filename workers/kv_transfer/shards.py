@@ -130,8 +130,8 @@ def check_same_coverage(ours: Sequence[LayerHeadRange], theirs: Sequence[LayerHe
     covered = all(_overlap_area(own, peer_ranges) == own.area for own in held)
     if not (real and apart and same_size and covered):
         raise BadShard(
-            f"the peer's {len(peer_ranges)} ranges of layers and heads do not hold the same as the "
-            f"{len(held)} ranges of this worker, each layer and head once"
+            f"the {len(peer_ranges)} ranges of layers and heads of the peer and the {len(held)} "
+            "ranges of this worker must each contain the same layers and heads once"
         )
 
 
@@ -209,23 +209,27 @@ class Coverage:
         inside = self.start <= shard.start < shard.stop <= self.stop
         if not inside or not self.rectangle.contains(shard.rectangle):
             raise BadShard(
-                f"a message has positions outside {self.start} to {self.stop}, or layers or heads "
-                "that its destination rank does not hold"
+                f"a message has the positions {shard.start} to {shard.stop} of {shard.rectangle}, "
+                f"which are outside {self.start} to {self.stop} of {self.rectangle}"
             )
         if shard.start % block_size or (shard.stop % block_size and shard.stop != self.stop):
             raise BadShard(
-                f"a message has the positions {shard.start} to {shard.stop}: it must begin and end "
-                f"at the edges of blocks of {block_size}"
+                f"a message has the positions {shard.start} to {shard.stop}, which are not "
+                f"multiples of the block size {block_size}"
             )
         if num_bytes != self.shape.num_bytes(shard):
-            raise BadShard(f"a message of {num_bytes} bytes, not {self.shape.num_bytes(shard)}")
+            expected = self.shape.num_bytes(shard)
+            raise BadShard(f"a message has {num_bytes} bytes, not {expected}")
         if num_bytes > self._max_bytes:
             raise BadShard(
-                f"a message of {num_bytes} bytes: expected at most {self._max_bytes:.0f}, the size "
-                "of a message buffer"
+                f"a message has {num_bytes} bytes, expected at most {self._max_bytes:.0f}, the "
+                "size of a message buffer"
             )
         if any(shard.overlaps(other) for other in self._messages):
-            raise BadShard("a message repeats a part of an earlier one")
+            raise BadShard(
+                f"a message with the positions {shard.start} to {shard.stop} repeats a part of an "
+                "earlier message"
+            )
         self._messages.append(shard)
         self._unannounced -= _volume(shard)
 

@@ -75,7 +75,7 @@ class MirrorStore(Store):
             self._changed.wait_for(lambda: self._closed or self.check(keys), seconds)
             if not self.check(keys):
                 raise PairBroken(
-                    f"the other side did not set {', '.join(keys)} within {seconds:g} s"
+                    f"the peer rank did not publish {', '.join(keys)} within {seconds:g} s"
                 )
 
     def check(self, keys: list[str]) -> bool:
@@ -104,7 +104,7 @@ class Operation:
     def ready(self) -> bool:
         """Return whether the operation has completed or failed."""
         if not self._done and self._is_over():
-            self._fail("the pair is closed")
+            self._fail("the connection of this pair of ranks is closed")
         elif not self._done and self._polls:
             self._poll()
         return self._done
@@ -131,7 +131,9 @@ class Operation:
         if completed:
             self.wait_for_backend()  # returns at once; raises the error if the operation failed
         elif time.monotonic() >= self._deadline:
-            self._fail(f"Timed out after {self._seconds:g} s")
+            self._fail(
+                f"Timed out after {self._seconds:g} s: the peer did not transfer the message"
+            )
 
     def _fail(self, reason: str) -> None:
         self._error, self._done = reason, True
@@ -242,7 +244,8 @@ class RankPair:
         except RuntimeError as error:
             waited = time.monotonic() - started
             raise PairBroken(
-                f"could not connect over {backend} in {waited:.1f} s: {first_sentence(error)}"
+                f"could not connect to the peer rank over {backend} in {waited:.1f} s: "
+                f"{first_sentence(error)}"
             ) from error
 
     def _greet(self, group: Communicator) -> None:
@@ -257,7 +260,7 @@ class RankPair:
     def _start(self, start: Callable[[Communicator], dist.Work]) -> Operation:
         group = self._group
         if group is None or self.closed:
-            raise PairBroken("the pair is closed")
+            raise PairBroken("the connection of this pair of ranks is closed")
         try:
             work = start(group)
         except RuntimeError as error:

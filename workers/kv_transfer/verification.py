@@ -59,6 +59,7 @@ def verify(found: Sequence[int], epoch: int, index: int) -> str:
     sent_epoch, sent_index, sent, received = found
     if (sent_epoch, sent_index) != (epoch, index):
         raise PairBroken(
-            f"a message came out of order: expected message {index} of transfer {epoch}"
+            f"a message came out of order: expected message {index} of transfer {epoch}, got "
+            f"message {sent_index} of transfer {sent_epoch}"
         )
     return "" if sent == received else f"checksum mismatch in message {index}"

@@ -135,4 +135,4 @@ class OnlineStackMethod:
 
 def refuse_whole_stack() -> Tensor:
     """Raise AssertionError, because the parameter has no whole `data`: it is loaded by pieces."""
-    raise AssertionError("this parameter is loaded by pieces")
+    raise AssertionError("a stack of experts is loaded one matrix at a time, not as a whole")

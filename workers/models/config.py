@@ -23,7 +23,7 @@ def read_json(path: Path) -> dict[str, Any]:
             )
         value = json.loads(path.read_bytes())
     except OSError as error:
-        raise BadCheckpoint(f"{path} cannot be read: {error.strerror}") from None
+        raise BadCheckpoint(f"{path} cannot be read ({error.strerror}): check its rights") from None
     except (ValueError, RecursionError) as error:
         if isinstance(error, BadCheckpoint):
             raise
@@ -46,7 +46,10 @@ class Fields:
         self.path = path
 
     def bad(self, key: str, wanted: str) -> BadCheckpoint:
-        return BadCheckpoint(f"{self.path}: {key} is {self.values.get(key)!r}, not {wanted}")
+        value = self.values.get(key)
+        if value is None:
+            return BadCheckpoint(f"{self.path} has no {key}: expected {wanted}")
+        return BadCheckpoint(f"{self.path}: {key} is {value!r:.80}: expected {wanted}")
 
     def unsupported(self, what: str) -> UnsupportedModel:
         return UnsupportedModel(f"{self.path}: {what}")

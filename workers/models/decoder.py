@@ -133,8 +133,8 @@ class Decoder:
         """
         if self.ranks is not SINGLE_RANK or self.dtype != torch.float32:
             raise UnsupportedGraph(
-                f"one rank and float32 expected, not {self.dtype}, single rank: "
-                f"{self.ranks is SINGLE_RANK}"
+                f"a model of dtype {self.dtype} on "
+                f"{'one rank' if self.ranks is SINGLE_RANK else 'several ranks'}"
             )
         hidden = graph.alloc(self.spec.hidden_size)
         angles = tuple(graph.alloc(2 * 2 * len(each.frequencies)) for each in self.rotaries)

@@ -39,7 +39,9 @@ class RoutingSpec:
 def read_latent(config: Fields) -> LatentSpec:
     has_query_rank = config.values.get("q_lora_rank") is not None
     if config.values.get("attention_bias") and not has_query_rank:
-        raise config.unsupported("attention_bias without q_lora_rank is not supported")
+        raise config.unsupported(
+            "attention_bias is true and q_lora_rank is absent: this combination is not supported"
+        )
     rope_dim = config.size("qk_rope_head_dim")
     if rope_dim % 2:
         raise config.bad("qk_rope_head_dim", "an even number, which rotary embeddings require")
@@ -69,16 +71,20 @@ def read_routing(
             f"{scoring!r}"
         )
     if values.get("moe_layer_freq", 1) != 1:
-        raise config.unsupported("moe_layer_freq other than 1 is not supported")
+        found = values["moe_layer_freq"]
+        raise config.unsupported(f"moe_layer_freq {found!r:.40} is not supported: expected 1")
     scale = config.number("routed_scaling_factor", 1.0)
     if method == "greedy":
         return RoutingSpec(method, scale)
     num_groups, top_groups = config.size("n_group"), config.size("topk_group")
     size, rest = divmod(num_experts, num_groups)
     if rest or (method == "noaux_tc" and size < 2):
-        raise config.bad("n_group", f"a number of equal groups of the {num_experts} experts")
+        least = " of 2 experts or more" if method == "noaux_tc" else ""
+        raise config.bad("n_group", f"a divisor of {num_experts} experts that gives groups{least}")
     if top_groups > num_groups or top_groups * size < top_k:
         raise config.bad(
-            "topk_group", f"a number of at most {num_groups} groups with {top_k} experts or more"
+            "topk_group",
+            f"at most n_group ({num_groups}) groups, which together have at least {top_k} "
+            "experts (num_experts_per_tok)",
         )
     return RoutingSpec(method, scale, num_groups, top_groups)

@@ -60,7 +60,7 @@ class _Options:
         found = self._config.values["architectures"][0]
         if found != served:
             raise self._config.unsupported(
-                f"weights quantized by {self.path} are served for {served} only, not for {found}"
+                f"weights quantized by {self.path} are supported for {served} only, not for {found}"
             )
 
     def only(self, key: str, *served: Any) -> Any:

@@ -73,7 +73,9 @@ def read_rope(config: Fields, partial: bool = False) -> RopeSpec:
     if not isinstance(found, dict):
         raise config.bad("rope_scaling", "an object")
     if any(isinstance(value, dict) for value in found.values()):
-        raise config.unsupported("rope parameters that differ between layers are not supported")
+        raise config.unsupported(
+            "rope_parameters has different parameters for different layers, which is not supported"
+        )
     fraction = values.get("partial_rotary_factor")
     merged = {
         "rope_theta": values.get("rope_theta") or 10000.0,
@@ -96,7 +98,7 @@ def read_rope(config: Fields, partial: bool = False) -> RopeSpec:
         kind = "longrope"
     if kind not in KINDS:
         raise config.unsupported(
-            f"rope scaling {kind!r} is not supported: expected one of {', '.join(KINDS)}"
+            f"rope_type {kind!r:.80} is not supported: expected one of {', '.join(KINDS)}"
         )
     if kind in ("default", "dynamic"):
         return plain
@@ -112,7 +114,7 @@ def _stretched(config: Fields, rope: Fields, plain: RopeSpec) -> RopeSpec:
     if factor is None and kind in ("yarn", "longrope"):
         factor = longest / original
     if factor is None:
-        raise rope.bad("factor", f"a number, as rope scaling {kind!r} requires")
+        raise rope.bad("factor", f"a number, because rope_type is {kind!r}")
     if type(factor) not in (int, float) or not 0 < factor < float("inf"):
         raise rope.bad("factor", "a positive number")
     spec = replace(plain, factor=float(factor))

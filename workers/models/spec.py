@@ -135,7 +135,8 @@ def read_config(folder: Path) -> Fields:
     config = Fields(read_json(folder / "config.json"), folder / "config.json")
     architectures = config.values.get("architectures")
     if not isinstance(architectures, list) or len(architectures) != 1:
-        raise config.unsupported(f"expected one name in architectures; {supported_architectures()}")
+        found = f"architectures is {architectures!r:.80}: expected a list of one name"
+        raise config.unsupported(f"{found}; {supported_architectures()}")
     return config
 
 
@@ -205,7 +206,7 @@ def _family(config: Fields) -> Family:
         raise config.unsupported(f"{key} {values[key]!r} is not supported: expected {expected!r}")
     for key in ("use_bidirectional_attention", *family.refused):
         if _value_at(values, key):
-            raise config.unsupported(f"{key} is not supported")
+            raise config.unsupported(f"{key} {_value_at(values, key)!r:.40} is not supported")
     for key, served_value in family.only.items():
         value = _value_at(values, key)
         if value not in (None, served_value):
@@ -313,7 +314,7 @@ def _alibi(config: Fields, family: Family, num_heads: int, num_kv_heads: int) ->
         return None
     rounded = family.alibi == "rounded"
     if rounded and num_kv_heads != num_heads:
-        raise config.unsupported("alibi with fewer KV heads than heads is not supported")
+        raise config.unsupported(f"ALiBi with {num_kv_heads} of {num_heads} heads is not supported")
     return AlibiSpec(alibi_slopes(num_heads, config.size("alibi_bias_max", 8)), rounded)
 
 
@@ -338,7 +339,7 @@ def _experts(config: Fields, family: Family) -> ExpertsSpec | None:
     num_experts = config.size(key)
     top_k = config.size("num_experts_per_tok")
     if top_k > num_experts:
-        raise config.bad("num_experts_per_tok", f"1 to the number of experts ({num_experts})")
+        raise config.bad("num_experts_per_tok", f"1 to {num_experts}, the number of experts")
     try:
         layers = tuple(found.layers(config.values))
     except (TypeError, ZeroDivisionError):
@@ -370,7 +371,7 @@ def _windows(config: Fields, family: Family) -> tuple[int, ...]:
     except TypeError:
         raise config.bad("layer_types", "a list with the type of each layer") from None
     if len(windows) != config.size("num_hidden_layers"):
-        raise config.bad("layer_types", "a list with one entry per layer")
+        raise config.bad("layer_types", "a list of num_hidden_layers entries")
     if any(type(window) is not int or window < 0 for window in windows):
         raise config.bad("sliding_window", "a whole number of 0 or more")
     return windows
@@ -380,9 +381,7 @@ def read_dtype(config: Fields) -> str:
     values = config.values
     name = str(values.get("dtype") or values.get("torch_dtype") or "float32")
     if name not in ("float32", "bfloat16", "float16"):
-        raise config.unsupported(
-            f"dtype {name!r} is not supported: expected float32, bfloat16 or float16"
-        )
+        raise config.unsupported(f"dtype {name!r} is none of float32, bfloat16 and float16")
     return name
 
 
@@ -396,5 +395,5 @@ def read_eos_tokens(folder: Path, config: Fields) -> tuple[int, ...]:
         found, path = config.values.get("eos_token_id"), config.path
     tokens = [] if found is None else found if isinstance(found, list) else [found]
     if any(type(token) is not int or token < 0 for token in tokens):
-        raise BadCheckpoint(f"{path}: eos_token_id is {found!r}, not a token id or a list of them")
+        raise BadCheckpoint(f"{path}: eos_token_id is {found!r:.40}: expected a token id or a list")
     return tuple(tokens)

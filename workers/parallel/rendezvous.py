@@ -54,7 +54,9 @@ class LocalStore(Store):
         data = value.encode() if isinstance(value, str) else bytes(value)
         with self._changed:
             if key not in self._values and len(self._values) >= MAX_ENTRIES:
-                raise ValueError(f"the rendezvous store is full ({MAX_ENTRIES} entries)")
+                raise ValueError(
+                    f"the store of the ranks' rendezvous has {MAX_ENTRIES} entries, the maximum"
+                )
             self._values[key] = data
             self._changed.notify_all()
 
@@ -101,7 +103,8 @@ class RendezvousServer(ranks_pb2_grpc.RendezvousServicer):
             port = self._server.add_insecure_port(f"{shown}:0")
         except RuntimeError:
             raise OSError(
-                f"cannot serve the ranks' rendezvous at {host}: not an address of this machine"
+                f"cannot serve the ranks' rendezvous at {host}: it is not an address of this "
+                "machine; set host to one"
             ) from None
         self.address = f"{shown}:{port}"
         self._server.start()

@@ -123,7 +123,8 @@ class ShmRingWriter:
         ring = self._ring
         if len(message) > ring.slot_bytes:
             raise ValueError(
-                f"a message of {len(message)} bytes is larger than a slot ({ring.slot_bytes} bytes)"
+                f"a message to the other ranks has {len(message)} bytes; at most {ring.slot_bytes} "
+                "fit in a slot of the ring"
             )
         deadline = time.monotonic() + self._seconds
         while (self._number - self._slowest()) >= ring.num_slots:

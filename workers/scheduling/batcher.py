@@ -68,7 +68,7 @@ class Batcher:
             raise ValueError(f"sequence key {new.key!r} is in use already")
         check_fits(new, self.limits)
         if len(self._waiting) >= self.limits.max_queued:
-            raise QueueFull(f"queue full, {len(self._waiting)} sequences are waiting: try later")
+            raise QueueFull(f"the queue has {len(self._waiting)} requests, the maximum: try later")
         group = make_sequence_states(new, self._totals.submitted + 1, self.limits.hash_key)
         self._groups.add(new.key, group)
         self._totals.submitted += len(group)
@@ -140,7 +140,7 @@ class Batcher:
         if self.limits.num_stages > 1:
             plan = self._plan_stage(number)
         elif len(plans) > 1:
-            raise ValueError("two steps are in flight: commit one before planning the next")
+            raise ValueError(f"{len(plans)} steps are in flight: commit one before planning")
         else:
             plan = self._plan_next(number, ahead=bool(plans))
         if plan is not None:
@@ -173,7 +173,7 @@ class Batcher:
         """
         drawn = np.asarray(drawn, np.int32)
         if len(drawn) != plan.num_sampling:
-            raise ValueError("`drawn` must have one token for each sampling row of the plan")
+            raise ValueError(f"`drawn` has {len(drawn)} tokens, expected {plan.num_sampling}")
         self._in_flight.remove_oldest(plan)
         self.pool.check_total()
         is_quick = not forced and not self._in_flight.released_later

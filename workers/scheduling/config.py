@@ -42,8 +42,8 @@ class SchedulerConfig:
             raise ValueError(f"forced_per_other_row must be >= 0, not {self.forced_per_other_row}")
         if self.max_queued < 0 or self.watermark < 0 or not 0 <= self.lease_fraction <= 1:
             raise ValueError(
-                f"max_queued ({self.max_queued}) and watermark ({self.watermark}) must be >= 0, "
-                f"lease_fraction ({self.lease_fraction}) within [0, 1]"
+                f"max_queued ({self.max_queued}) and watermark ({self.watermark}) must be at least "
+                f"0, and lease_fraction ({self.lease_fraction}) must be from 0 to 1"
             )
 
 
@@ -72,8 +72,8 @@ def _check_beams(new: NewSequence, width: int, limits: SchedulerConfig) -> None:
     needed = shared + width * (-(-longest // size) - shared)
     if needed > limits.num_blocks:
         raise NeverFits(
-            f"{width} beams of {longest} tokens may need {needed} blocks of {size} tokens, the KV "
-            f"cache here has {limits.num_blocks}: ask for fewer beams or a lower max_tokens"
+            f"{width} beams of {longest} tokens may need {needed} KV blocks of {size} tokens, but "
+            f"this worker has {limits.num_blocks}: request fewer beams or a lower max_tokens"
         )
 
 
@@ -81,26 +81,27 @@ def _check_lengths(new: NewSequence, num_tokens: int, limits: SchedulerConfig) -
     params = new.params
     if not 1 <= new.num_prompt <= num_tokens:
         raise NeverFits(
-            f"num_prompt must be 1 to the number of tokens ({num_tokens}), not {new.num_prompt}"
+            f"num_prompt must be 1 to {num_tokens}, the number of tokens, not {new.num_prompt}"
         )
     if num_tokens >= limits.max_model_len:
         raise NeverFits(
-            f"{num_tokens} tokens leave no room for an answer: "
-            f"a sequence may have {limits.max_model_len} tokens, its answer included"
+            f"the sequence has {num_tokens} tokens and no room for an answer: prompt and answer "
+            f"may have {limits.max_model_len} tokens together"
         )
     if params.max_tokens is not None and num_tokens - new.num_prompt >= params.max_tokens:
         raise NeverFits(
-            f"the answer has {num_tokens - new.num_prompt} tokens already, "
-            f"and max_tokens is {params.max_tokens}"
+            f"the answer to continue has {num_tokens - new.num_prompt} tokens: expected fewer than "
+            f"max_tokens ({params.max_tokens})"
         )
     if not 0 <= new.source_len < num_tokens:
         raise NeverFits(
-            f"the source offers {new.source_len} KV positions: 0 to {num_tokens - 1} expected"
+            f"the source of the KV transfer offers {new.source_len} positions: expected 0 to "
+            f"{num_tokens - 1}"
         )
     # The last token ends the sequence: its K and V are never computed.
     longest = new.num_prompt + params.answer_limit(new.num_prompt, limits.max_model_len) - 1
     if longest > limits.num_blocks * limits.block_size:
         raise NeverFits(
-            f"prompt and answer may need room for {longest} tokens, the KV cache here holds "
-            f"{limits.num_blocks * limits.block_size}: ask for a lower max_tokens"
+            f"prompt and answer may need {longest} tokens of KV cache, but this worker has "
+            f"{limits.num_blocks * limits.block_size}: request a lower max_tokens"
         )

@@ -28,7 +28,9 @@ class InFlightSteps:
     def remove_oldest(self, plan: StepPlan) -> None:
         """Remove a step that has been computed. Raises ValueError if it is not the oldest."""
         if not self.plans or plan is not self.plans[0]:
-            raise ValueError("not the first step in flight")
+            raise ValueError(
+                f"step {plan.number} is not the oldest of {len(self.plans)} steps in flight"
+            )
         del self.plans[0]
         if len(plan.copies):
             self._batch.block_growth.release_sources(plan.copies)
@@ -36,9 +38,11 @@ class InFlightSteps:
     def remove_newest(self, plan: StepPlan) -> None:
         """Remove a step that has not started to run. Raises ValueError if it is not the newest."""
         if not self.plans or plan is not self.plans[-1]:
-            raise ValueError("not the newest step in flight")
+            raise ValueError(
+                f"step {plan.number} is not the newest of {len(self.plans)} steps in flight"
+            )
         if len(plan.copies):
-            raise ValueError("a step that copies blocks cannot be withdrawn")
+            raise ValueError(f"step {plan.number} copies blocks, so it cannot be withdrawn")
         self.plans.pop()
 
     def holds(self, ticket: SequenceState) -> bool:

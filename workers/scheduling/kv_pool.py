@@ -141,7 +141,7 @@ class BlockPool:
                 these blocks.
         """
         if (self.state[blocks] != _USED).any():
-            raise ValueError("only blocks in state USED can be published")
+            raise ValueError(f"only blocks in state USED can be published, not {blocks!s:.80}")
         for index, (block, digest) in enumerate(zip(blocks, hashes, strict=True)):
             tokens = None if contents is None else contents[index]
             if tokens is not None:
@@ -151,7 +151,7 @@ class BlockPool:
     def publish_partial(self, block: int, parent: bytes, tokens: Ints) -> None:
         """Publish a used block that is filled only partly; see `PublishedBlocks.add_partial`."""
         if self.state[block] != _USED:
-            raise ValueError("only blocks in state USED can be published")
+            raise ValueError(f"only blocks in state USED can be published, not block {block}")
         self._forget_contained(parent, tokens.tobytes())
         self.published.add_partial(block, parent, tokens)
 
@@ -164,7 +164,10 @@ class BlockPool:
     def check_total(self) -> None:
         """Raise AssertionError if the block counts do not add up; cheap enough for every step."""
         if sum(self._counts) != self.num_blocks or min(self._counts) < 0:
-            raise AssertionError(f"{self._counts} do not add up to {self.num_blocks}")
+            raise AssertionError(
+                f"the counts of blocks by state, {self._counts}, must be at least 0 and add up to "
+                f"{self.num_blocks}"
+            )
 
     def check(self, used: list[Ints], leased: list[Ints], reserved: list[Ints]) -> None:
         """Raise AssertionError if the bookkeeping is inconsistent.

@@ -80,7 +80,7 @@ def new_sequence(
     """Convert a Submit message whose source offers `source_len` KV positions. Raises BadSubmit."""
     prompt = list(submit.prompt)
     if not prompt:
-        raise BadSubmit("the prompt is empty")
+        raise BadSubmit("the prompt is empty: expected at least one token")
     vocabulary.check("the prompt", prompt)
     params = _params(submit.params, vocabulary)
     answers = _answers(submit, params)
@@ -88,12 +88,14 @@ def new_sequence(
         vocabulary.check("the answer so far", answer)
     if len(submit.salt) > MAX_SALT_BYTES:
         raise BadSubmit(
-            f"the salt has {len(submit.salt)} bytes; at most {MAX_SALT_BYTES} are allowed"
+            f"the salt of the cache has {len(submit.salt)} bytes; at most {MAX_SALT_BYTES} are "
+            "allowed"
         )
     longest = max(map(len, answers.values()))
     if params.max_tokens is not None and longest >= params.max_tokens:
         raise BadSubmit(
-            f"max_tokens is {params.max_tokens}, and the answer has {longest} tokens already"
+            f"the answer to continue has {longest} tokens: expected fewer than max_tokens "
+            f"({params.max_tokens})"
         )
     first, *others = [Sibling(choice, prompt + answer) for choice, answer in answers.items()]
     known = max(submit.prompt_known, 1)
@@ -117,19 +119,24 @@ def _answers(submit: wire.Submit, params: SamplingParams) -> dict[int, list[int]
     """Return the answer so far of each unfinished choice; for a beam search, [] for each beam."""
     if params.use_beam_search:
         if submit.log:
-            raise BadSubmit("the submission has a log, but a beam search begins at its prompt")
+            raise BadSubmit(
+                f"a beam search begins at its prompt, but the log of the request has "
+                f"{len(submit.log)} entries: expected none"
+            )
         return {beam: [] for beam in range(params.num_sequences)}
     answers: dict[int, list[int]] = {choice: [] for choice in range(params.n)}
     if len({entry.choice for entry in submit.log}) < len(submit.log):
-        raise BadSubmit("the log has more than one entry for a choice")
+        raise BadSubmit("the log of the request has several entries for one choice: expected one")
     if any(entry.choice not in answers for entry in submit.log):
-        raise BadSubmit("the log has choices that the request does not have")
+        raise BadSubmit(f"the log of the request has a choice outside 0 to {params.n - 1}")
     for entry in submit.log:
         answers[entry.choice] = list(entry.tokens)
         if entry.finished:
             del answers[entry.choice]
     if not answers:
-        raise BadSubmit("every choice has finished already")
+        raise BadSubmit(
+            f"all {params.n} choices of the request have finished: expected one that has not"
+        )
     return answers
 
 

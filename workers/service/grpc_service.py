@@ -131,7 +131,9 @@ class WorkerService:
             session.end(grpc.StatusCode.OK, "the router closed the stream")
         except TimeoutError:
             seconds = _MAX_MISSED_HEARTBEATS * self._heartbeat_seconds
-            session.end(grpc.StatusCode.DEADLINE_EXCEEDED, f"no message for {seconds:g} s")
+            session.end(
+                grpc.StatusCode.DEADLINE_EXCEEDED, f"the router sent no message for {seconds:g} s"
+            )
         except BadCommand as error:
             session.end(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except DecodeError:

@@ -54,7 +54,8 @@ class Submitter:
         if found is not None and not _answers(new):
             self._submit(session, key, replace(new, grammar=found))
         elif len(self._waiting) >= self._most:
-            self._refuse(session, key, "too many sequences wait for their grammars", False)
+            many = f"{len(self._waiting)} requests wait for the compilation of their grammars"
+            self._refuse(session, key, f"{many}, the maximum: try later", False)
         else:
             self._waiting[key] = []
             compiling = partial(self._with_grammar, new, wanted)

@@ -155,9 +155,11 @@ def _state(module: QuantizedModule, tensors: dict[str, Tensor]) -> dict[str, Any
     try:
         state = json.loads(bytes(tensors[suffix].tolist()))
     except (ValueError, RecursionError):
-        raise BadCheckpoint(f"{name} contains no JSON object") from None
+        raise BadCheckpoint(
+            f"{name} contains no JSON object: download the checkpoint again"
+        ) from None
     if not isinstance(state, dict):
-        raise BadCheckpoint(f"{name} contains no JSON object")
+        raise BadCheckpoint(f"{name} contains no JSON object: download the checkpoint again")
     expected = {
         "quant_type": scheme.table,
         "blocksize": scheme.group_size,

@@ -105,8 +105,8 @@ def _check_transformers_options(
     }
     for what in (what for what, is_set in options.items() if is_set):
         raise UnsupportedModel(
-            f"{folder}: {what} is supported for native architectures only, and this one runs "
-            "through transformers"
+            f"{folder}: {what} is not supported, because this architecture runs through "
+            "transformers; only native architectures support it"
         )
 
 
@@ -239,7 +239,9 @@ def _sharded(folder: Path) -> dict[str, TensorEntry]:
     files = {file: read_header(folder / file) for file in sorted(set(weight_map.values()))}
     for name, file in weight_map.items():
         if name not in files[file]:
-            raise BadCheckpoint(f"{folder / file} lacks tensor {name}: download it again")
+            raise BadCheckpoint(
+                f"{folder / file} lacks tensor {name}, which {INDEX} lists: download both again"
+            )
     return {name: files[file][name] for name, file in weight_map.items()}
 
 
@@ -297,7 +299,8 @@ def _check(entry: TensorEntry, expected: Parameter) -> None:
     if entry.shape not in (expected.shape, *expected.alternatives):
         raise BadCheckpoint(
             f"{entry.path}: tensor {entry.stored_name} has shape {list(entry.shape)}, but the "
-            f"configuration makes it {list(expected.shape)}: they do not belong together"
+            f"configuration makes it {list(expected.shape)}: weights and configuration do not "
+            "belong together"
         )
 
 

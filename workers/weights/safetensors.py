@@ -77,7 +77,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     except FileNotFoundError:
         raise BadCheckpoint(f"{path} is missing: copy or download it again") from None
     except OSError as error:
-        raise BadCheckpoint(f"{path} cannot be read: {error.strerror}") from None
+        raise BadCheckpoint(f"{path} cannot be read ({error.strerror}): check its rights") from None
 
 
 def _read_header(path: Path, file: BufferedReader, file_bytes: int) -> dict[str, TensorEntry]:
@@ -121,10 +121,15 @@ def _entry(path: Path, name: str, fields: object, data_start: int) -> TensorEntr
         or not _counts(offsets)
         or len(offsets) != 2
     ):
-        raise _broken(path, f"tensor {name} has no valid shape and byte range")
+        raise _broken(
+            path,
+            f"tensor {name} has the shape {shape!r:.80} and the byte range {offsets!r:.80}: "
+            "expected lists of whole numbers",
+        )
     begin, end = offsets
     if end - begin != math.prod(shape) * ITEM_BYTES[dtype]:
-        raise _broken(path, f"tensor {name}'s byte range does not fit its shape")
+        size = math.prod(shape) * ITEM_BYTES[dtype]
+        raise _broken(path, f"tensor {name} has {end - begin} bytes, expected {size} by its shape")
     return SafetensorsEntry(path, name, dtype, tuple(shape), data_start + begin, end - begin)
 
 
@@ -138,10 +143,10 @@ def _check_ranges(path: Path, entries: list[TensorEntry], file_bytes: int) -> No
     end = 0
     for entry in entries:
         if entry.start < end:
-            raise _broken(path, f"tensor {entry.name} overlaps another")
+            raise _broken(path, f"the bytes of tensor {entry.name} overlap those of another tensor")
         end = entry.start + entry.num_bytes
     if end > file_bytes:
-        raise _broken(path, f"it has {file_bytes} of at least {end} bytes")
+        raise _broken(path, f"it has {file_bytes} bytes, but its tensors end at byte {end}")
 
 
 def load_tensor(

@@ -48,9 +48,9 @@ def check_shape(spec: ModelSpec, mesh: Mesh) -> None:
     """Raise `BadShape` if the mesh cannot divide the model."""
     tp, pp, ep = mesh.tp, mesh.pp, mesh.ep
     if pp > spec.num_layers:
-        raise BadShape(f"pp {pp}: the model has {spec.num_layers} layers, too few for {pp} stages")
+        raise BadShape(f"pp {pp} is more than the model's {spec.num_layers} layers")
     if ep > 1 and spec.experts is None:
-        raise BadShape(f"ep {ep}: the model has no experts")
+        raise BadShape(f"ep {ep}: the model has no experts, so it needs ep 1")
     if spec.experts is not None and ep > spec.experts.num_experts:
         raise BadShape(f"ep {ep} is more than the model's {spec.experts.num_experts} experts")
     if spec.latent is None and spec.num_kv_heads % tp and tp % spec.num_kv_heads:

@@ -146,10 +146,12 @@ def _compute(
 
 def _check(found: Tensor, expected: Tensor, window: int) -> None:
     if found.shape != expected.shape:
-        raise ValueError(f"a result of shape {list(found.shape)}, not {list(expected.shape)}")
+        raise ValueError(
+            f"its result has the shape {list(found.shape)}, expected {list(expected.shape)}"
+        )
     error = float((found - expected).abs().max() / expected.abs().max())
     if not error <= MAX_ERROR:  # `not <=` also rejects an error of NaN
         raise ValueError(
-            f"a result with window {window} differs from the reference by {error:.2g} of the "
-            f"largest value; at most {MAX_ERROR} is accepted"
+            f"with a window of {window} positions (0: none), its result differs from the reference "
+            f"by {error:.2g} of the largest value; at most {MAX_ERROR} is accepted"
         )

@@ -60,15 +60,17 @@ def check_sweep(sweep: Sweep, work: Work, goals: Goals | None) -> None:
     if work.num_requests is not None or work.concurrency is not None:
         raise WrongOptions("--num-requests and --concurrency cannot be used with --sweep")
     if work.rate is not None and math.isinf(work.rate):
-        raise WrongOptions("--rate is the first rate of a --sweep: it must be finite")
+        raise WrongOptions("--rate inf cannot be used with --sweep: give a finite first rate")
     if work.rate is None and work.num_warmups == 0:
-        raise WrongOptions("--sweep needs a warm-up request or --rate, the first rate")
+        raise WrongOptions(
+            "--sweep has no first rate: give --rate, or at least one request of warm-up"
+        )
     if not 0 < sweep.step_seconds < math.inf:
-        raise WrongOptions("--step-seconds must be above 0 and finite")
+        raise WrongOptions(f"--step-seconds must be above 0 and finite, not {sweep.step_seconds:g}")
     if not 0 < sweep.attainment <= 1:
-        raise WrongOptions("--attainment must be above 0 and at most 1")
+        raise WrongOptions(f"--attainment must be above 0 and at most 1, not {sweep.attainment:g}")
     if not 1 < sweep.precision < math.inf:
-        raise WrongOptions("--precision must be above 1 and finite")
+        raise WrongOptions(f"--precision must be above 1 and finite, not {sweep.precision:g}")
     check_file("--save-svg", sweep.save_svg)
 
 

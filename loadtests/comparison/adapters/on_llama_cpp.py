@@ -137,7 +137,7 @@ def _decode(
             batch.n_seq_id[index], batch.seq_id[index][0] = 1, sequence
             batch.logits[index] = wanted
         if code := llama_cpp.llama_decode(context, batch):
-            raise RuntimeError(f"llama_decode returned {code}")
+            raise RuntimeError(f"llama_decode failed for {len(entries)} tokens with code {code}")
         for index, (_, _, sequence, wanted) in enumerate(entries):
             if wanted:
                 row = llama_cpp.llama_get_logits_ith(context, index)

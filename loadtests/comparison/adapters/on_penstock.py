@@ -62,7 +62,9 @@ def engine(options: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
         while left:
             result = engine.step()
             if result.failed:
-                raise RuntimeError("the model's output was not finite")
+                raise RuntimeError(
+                    "the model's logits contain NaN or infinity: expected finite numbers"
+                )
             if result.output is not None:
                 for key, token in zip(result.output.keys, result.output.tokens, strict=True):
                     answers[int(str(key))].append(int(token))

@@ -80,12 +80,14 @@ class Options:
             if name not in BY_NAME:
                 raise ValueError(f"unknown arrangement {name!r}: expected one of {_KNOWN}")
         if not all(each.isdigit() and int(each) for each in self.streams):
-            raise ValueError("--streams must be numbers of at least 1")
+            raise ValueError(
+                f"--streams must be numbers of at least 1, not {' '.join(self.streams)}"
+            )
         counts = (self.rounds, self.requests, self.input_len, self.output_len, self.trace_divide)
         if min(counts) < 1:
             raise ValueError(
                 "--rounds, --requests, --input-len, --output-len and --trace-divide must be at "
-                "least 1"
+                f"least 1, not {min(counts)}"
             )
         if self.save_json and not Path(self.save_json).absolute().parent.is_dir():
             raise ValueError(f"--save-json {self.save_json}: its folder does not exist")
@@ -107,7 +109,7 @@ class Options:
             thinning = Thinning(*sizes, self.max_model_len, self.seed)
             loads.append(thinned_trace(read_trace(Path(self.trace)), thinning, goals))
         if not loads:
-            raise ValueError("there is no load: check --streams, --mix and --trace")
+            raise ValueError("no load is chosen: give --streams, --mix or --trace")
         return loads
 
 

@@ -98,7 +98,10 @@ def thinned_trace(rows: Sequence[TraceRow], thinning: Thinning, goals: Goals) ->
     drawn = random.random(len(early))
     kept = [row for row, one in zip(early, drawn, strict=True) if one < thinning.keep]
     if not kept:
-        raise ValueError("no request of the trace is left: keep more of them, or play it longer")
+        raise ValueError(
+            f"none of {len(early)} requests of the trace is left: raise --trace-keep or "
+            "--trace-seconds"
+        )
     short = [_shortened(row, thinning) for row in kept]
     return LoadPlan("trace", traced_load(short, [row.at for row in kept]), goals=goals)
 

@@ -56,9 +56,15 @@ class Options:
             if name not in BY_NAME:
                 raise ValueError(f"unknown router {name!r}: expected one of {_KNOWN}")
         if min(self.rounds, self.streams, self.output_len, self.probes) < 1:
-            raise ValueError("--rounds, --streams, --output-len and --probes must be at least 1")
+            raise ValueError(
+                f"--rounds ({self.rounds}), --streams ({self.streams}), --output-len "
+                f"({self.output_len}) and --probes ({self.probes}) must be at least 1"
+            )
         if not (0 < self.step_ms < math.inf and 0 < self.idle_seconds < math.inf):
-            raise ValueError("--step-ms and --idle-seconds must be finite and above 0")
+            raise ValueError(
+                f"--step-ms ({self.step_ms:g}) and --idle-seconds ({self.idle_seconds:g}) must be "
+                "finite and above 0"
+            )
         if self.save_json and not Path(self.save_json).absolute().parent.is_dir():
             raise ValueError(f"--save-json {self.save_json}: its folder does not exist")
 
@@ -75,7 +81,9 @@ def check_installed(routers: Sequence[Router], cache: Path) -> None:
     missing = [each.name for each in routers if not is_installed(each.environment, cache)]
     if missing:
         names = " ".join(missing)
-        raise ValueError(f"not installed: {names}; run `{PROGRAM} --install --routers {names}`")
+        raise ValueError(
+            f"routers that are not installed: {names}. Run `{PROGRAM} --install --routers {names}`"
+        )
 
 
 async def measure(options: Options, cache: Path) -> dict[str, Any]:

@@ -101,7 +101,9 @@ async def read_streams(address: str, streams: int, output_len: int) -> Load:
         async with asyncio.timeout(_STREAM_SECONDS):
             await asyncio.gather(*(one() for _ in range(streams)))
     except TimeoutError:
-        raise MeasurementFailed(f"streams did not end within {_STREAM_SECONDS:g} s") from None
+        raise MeasurementFailed(
+            f"not all of {streams} streams ended within {_STREAM_SECONDS:g} s"
+        ) from None
     return load
 
 
@@ -118,7 +120,9 @@ def check_answer(response: bytes, output_len: int) -> int:
     chunks = dechunked(body) if b"transfer-encoding: chunked" in head.lower() else [body]
     texts, reasons, ended = _events(b"".join(chunks))
     if not ended or not any(reasons):
-        raise MeasurementFailed(f"a stream did not end well: {body[-300:]!r}")
+        raise MeasurementFailed(
+            f"a stream ended without a finish reason or an end mark: {body[-300:]!r}"
+        )
     texts = [text for text in texts if text]
     if len(texts) != output_len or any(text.strip() != TOKEN.strip() for text in texts):
         raise MeasurementFailed(

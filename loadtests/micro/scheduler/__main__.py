@@ -54,15 +54,16 @@ def microseconds(cell: Cell, measured: dict[str, Any]) -> float:
 
 def checked(cell: Cell, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     """Raise MeasurementFailed unless both sides did the same work, as much as the cell requires."""
-    for side, measured in (("ours", ours), ("vLLM's", theirs)):
+    for side, measured in (("Penstock's", ours), ("vLLM's", theirs)):
         if measured["preempted"] < cell.least_preempted:
             raise MeasurementFailed(
-                f"{cell.name}: {side} preempted {measured['preempted']} times, "
-                f"not {cell.least_preempted}"
+                f"{cell.name}: {side} scheduler preempted {measured['preempted']} times; at least "
+                f"{cell.least_preempted} times are needed"
             )
     if ours["tokens"] != theirs["tokens"]:
         raise MeasurementFailed(
-            f"{cell.name}: Penstock scheduled {ours['tokens']} tokens, vLLM {theirs['tokens']}"
+            f"{cell.name}: Penstock scheduled {ours['tokens']} tokens and vLLM {theirs['tokens']}: "
+            "expected equal numbers"
         )
 
 

@@ -91,7 +91,10 @@ async def measure_tree(tree: SourceTree, work: Work) -> Figures:
 def check_same_bytes(runs: Sequence[Figures]) -> None:
     """Raise MeasurementFailed unless all runs transferred the same bytes."""
     if len({(each["bytes"], each["fingerprint"]) for each in runs}) > 1:
-        raise MeasurementFailed("the runs transferred different bytes")
+        sizes = [each["bytes"] for each in runs]
+        raise MeasurementFailed(
+            f"the runs transferred different data (numbers of bytes: {sizes}): expected the same"
+        )
 
 
 def describe(name: str, figures: Figures) -> str:

@@ -54,18 +54,24 @@ def open_gguf(path: Path) -> GgufCheckpoint:
     metadata = Metadata(path, first.metadata)
     kind = metadata.text("general.type", "model")
     if kind != "model":
-        raise UnsupportedModel(f"{path}: general.type is {kind!r:.40}, not 'model'")
+        raise UnsupportedModel(
+            f"{path}: general.type is {kind!r:.40}, expected 'model': give the GGUF file of a model"
+        )
     headers = (first, *_other_headers(path, metadata))
     tensors: dict[str, GgufTensor] = {}
     for part in headers:
         for name, tensor in part.tensors.items():
             if name in tensors:
-                raise BadCheckpoint(f"{part.path}: tensor {name} is also in {tensors[name].path}")
+                raise BadCheckpoint(
+                    f"{part.path}: tensor {name} is also in {tensors[name].path}: the files do not "
+                    "belong together"
+                )
             tensors[name] = tensor
     wanted = metadata.count("split.tensors.count", len(tensors))
     if len(tensors) != wanted:
         raise BadCheckpoint(
-            f"{path}: split.tensors.count is {wanted}, but the files have {len(tensors)} tensors"
+            f"{path}: split.tensors.count is {wanted}, but the model's files have {len(tensors)} "
+            "tensors in all: download the files again"
         )
     return GgufCheckpoint(path, metadata, headers, tensors)
 

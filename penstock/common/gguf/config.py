@@ -160,11 +160,11 @@ def _check_neutral(reader: _Reader) -> None:
     for name in ("expert_count", "expert_used_count", "pooling_type"):
         if reader.count(name):
             raise reader.metadata.unsupported(
-                f"{reader.key(name)} is {reader.count(name)}, which is not supported: expected 0"
+                f"{reader.key(name)} is {reader.count(name)}; only 0 is supported"
             )
     if not reader.metadata.flag(reader.key("attention.causal"), True):
         key = reader.key("attention.causal")
-        raise reader.metadata.unsupported(f"{key} is false, which is not supported: expected true")
+        raise reader.metadata.unsupported(f"{key} is false; only true is supported")
 
 
 def _sizes(reader: _Reader) -> Values:
@@ -273,14 +273,19 @@ def _tensor(reader: _Reader, name: str, num_items: int) -> list[float]:
     tensor = reader.tensors.get(name)
     if tensor is None or tensor.shape != (num_items,) or tensor.type.name != "F32":
         found = "absent" if tensor is None else f"{tensor.type.name} {list(tensor.shape)}"
-        raise reader.metadata.unsupported(f"tensor {name} is {found}, not F32 [{num_items}]")
+        raise reader.metadata.unsupported(f"tensor {name} is {found}, expected F32 [{num_items}]")
     if num_items > MAX_ROPE_FACTORS:
-        raise reader.metadata.unsupported(f"tensor {name} has more than {MAX_ROPE_FACTORS} items")
+        raise reader.metadata.unsupported(
+            f"tensor {name} has {num_items} items; at most {MAX_ROPE_FACTORS} are supported"
+        )
     with tensor.path.open("rb") as file:
         file.seek(tensor.start)
         items = list(unpack(f"<{num_items}f", file.read(tensor.num_bytes)))
     if not all(0 < item < math.inf for item in items):
-        raise reader.metadata.unsupported(f"tensor {name} has items that are not positive numbers")
+        wrong = next(item for item in items if not 0 < item < math.inf)
+        raise reader.metadata.unsupported(
+            f"tensor {name} has the item {wrong:g}; all items must be positive, finite numbers"
+        )
     return [shortest(item) for item in items]
 
 

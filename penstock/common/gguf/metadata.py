@@ -38,9 +38,9 @@ class Metadata:
     def bad(self, key: str, wanted: str) -> BadCheckpoint:
         found = self._values.get(key)
         if found is None:
-            return BadCheckpoint(f"{self.path} has no {key}: it must be {wanted}")
+            return BadCheckpoint(f"{self.path} has no {key}: expected {wanted}")
         shown = f"an array of {len(found)} items" if isinstance(found, GgufArray) else repr(found)
-        return BadCheckpoint(f"{self.path}: {key} is {shown:.80}, not {wanted}")
+        return BadCheckpoint(f"{self.path}: {key} is {shown:.80}: expected {wanted}")
 
     def unsupported(self, what: str) -> UnsupportedModel:
         return UnsupportedModel(f"{self.path}: {what}")

@@ -57,7 +57,7 @@ def convert_tokenizer(metadata: Metadata, vocabulary: Vocabulary) -> Json:
         **entries,
     }
     if metadata.flag("tokenizer.ggml.add_sep_token", False):
-        raise metadata.unsupported("tokenizer.ggml.add_sep_token is true, which is not supported")
+        raise metadata.unsupported("tokenizer.ggml.add_sep_token is true; only false is supported")
     metadata.refuse_unread("tokenizer.ggml.", NEUTRAL)
     return found
 
@@ -123,7 +123,7 @@ def _byte_level(metadata: Metadata, vocabulary: Vocabulary) -> tuple[Json, bool]
     for flag in ("add_space_prefix", "remove_extra_whitespaces"):
         if metadata.flag(f"tokenizer.ggml.{flag}", False):
             raise metadata.unsupported(
-                f"tokenizer.ggml.{flag} is true, which is not supported for the tokenizer 'gpt2'"
+                f"tokenizer.ggml.{flag} is true; the tokenizer 'gpt2' supports only false"
             )
     merges = [merge.split(" ") for merge in metadata.strings("tokenizer.ggml.merges")]
     for number, merge in enumerate(merges):
@@ -180,7 +180,7 @@ def _sentence_piece(metadata: Metadata, vocabulary: Vocabulary) -> tuple[Json, b
     """
     if metadata.flag("tokenizer.ggml.remove_extra_whitespaces", False):
         raise metadata.unsupported(
-            "tokenizer.ggml.remove_extra_whitespaces is true, which is not supported"
+            "tokenizer.ggml.remove_extra_whitespaces is true; only false is supported"
         )
     pre = metadata.text("tokenizer.ggml.pre", "default")
     if pre != "default":

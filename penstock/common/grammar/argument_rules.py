@@ -72,8 +72,8 @@ class ArgumentRules:
         if self._num_chars > MAX_RULE_CHARS:
             raise UnsupportedSchemaError(
                 "/",
-                f"the grammar of the arguments is too long, it has more than {MAX_RULE_CHARS} "
-                "characters: send a smaller schema",
+                "the grammar made from the schema of the arguments has more than "
+                f"{MAX_RULE_CHARS} characters: send a smaller schema",
             )
         self.lines.append(f"{name}: {expansion}")
 
@@ -128,10 +128,16 @@ def object_members(schema: Any, path: str) -> Iterable[tuple[str, Any, bool]]:
     required = schema.get("required", ())
     for name in required:
         if name not in listed:
-            raise UnsupportedSchemaError(f"{path}/required", f"no property {name} is listed")
+            raise UnsupportedSchemaError(
+                f"{path}/required",
+                f"the required property {name[:80]!r} is not in properties: add it there",
+            )
     for name, value in listed.items():
         if value is False:
-            raise UnsupportedSchemaError(f"{path}/properties/{escaped(name)}", "no value is valid")
+            raise UnsupportedSchemaError(
+                f"{path}/properties/{escaped(name)}",
+                "the schema is false, so no value is valid: leave out the property",
+            )
         yield name, value, name in required
 
 
@@ -163,7 +169,7 @@ def _check_root(schema: Mapping[str, Any], path: str, known: set[str]) -> None:
         if key not in known | ANNOTATIONS:
             raise UnsupportedSchemaError(
                 f"{path}/{escaped(key)}",
-                f"{key} is not supported for all arguments of a call in this format",
+                f"{key[:80]} is not supported in the schema of all arguments: leave it out",
             )
     if "type" in known and (kind := schema.get("type", "object")) not in ("object", ["object"]):
         raise UnsupportedSchemaError(
@@ -175,7 +181,8 @@ def check_key(key: str, allowed: re.Pattern[str], path: str) -> None:
     """Raise `UnsupportedSchemaError` if the notation cannot write the name of a property."""
     if not allowed.fullmatch(key):
         raise UnsupportedSchemaError(
-            f"{path}/properties/{escaped(key)}", "this format of calls cannot write the name"
+            f"{path}/properties/{escaped(key)}",
+            f"the model's format of calls cannot express the name {key[:80]!r}: change it",
         )
 
 

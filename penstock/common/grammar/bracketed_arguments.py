@@ -61,7 +61,7 @@ class _Values:
         if text := self._strings.terminal(schema, path):
             found.insert(0, f"{self._quote} {self._rules.string(text)}")
         if not found:
-            raise UnsupportedSchemaError(path, "no value is valid")
+            raise UnsupportedSchemaError(path, "the schema allows no value: correct it")
         return f"( {' | '.join(found)} )"
 
     def any(self) -> str:
@@ -101,7 +101,9 @@ class _Values:
             return quoted(f"{name}:")
         self._strings.check_text(name, _below(path, name))
         if not name:
-            raise UnsupportedSchemaError(_below(path, name), "the name is empty")
+            raise UnsupportedSchemaError(
+                _below(path, name), "the name of the property is empty: give it a name"
+            )
         return f'{self._quote} {quoted(name)} {self._quote} ":"'
 
     def _others(self, schema: Any, path: str) -> list[str]:
@@ -135,7 +137,8 @@ class _Values:
         for other in schema:
             if other not in ANNOTATIONS and other not in (key, *others):
                 raise UnsupportedSchemaError(
-                    f"{path}/{escaped(other)}", f"{other} is not supported beside {key}"
+                    f"{path}/{escaped(other)}",
+                    f"{other[:80]} is not supported in a schema that has {key}: leave out one",
                 )
 
     def _combined(self, schema: Mapping[str, Any], key: str, path: str) -> list[str]:
@@ -145,12 +148,16 @@ class _Values:
                 name = self._referred[reference] = self._rules.new_name()
                 texts = self._others(resolved(self._root, reference, path), reference[1:])
                 if not texts:
-                    raise UnsupportedSchemaError(f"{path}/$ref", "no value is valid")
+                    raise UnsupportedSchemaError(
+                        f"{path}/$ref", f"the schema {reference[:80]!r} allows no value: correct it"
+                    )
                 self._rules.define(name, " | ".join(texts))
             return [self._referred[reference]]
         branches = schema[key]
         if key == "allOf" and len(branches) > 1:
-            raise UnsupportedSchemaError(f"{path}/allOf", "several schemas are not supported")
+            raise UnsupportedSchemaError(
+                f"{path}/allOf", f"allOf has {len(branches)} schemas; only one is supported"
+            )
         if key == "oneOf":
             self._check_disjoint(branches, path)
         found = [self._others(each, f"{path}/{key}/{i}") for i, each in enumerate(branches)]
@@ -163,7 +170,8 @@ class _Values:
             types |= {"integer"} if "number" in types else set()
             if types & seen:
                 raise UnsupportedSchemaError(
-                    f"{path}/oneOf", "several branches allow values of one type: use anyOf"
+                    f"{path}/oneOf",
+                    f"several branches allow values of the type {min(types & seen)}: use anyOf",
                 )
             seen |= types
 

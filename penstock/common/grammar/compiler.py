@@ -19,6 +19,7 @@ from penstock.common.grammar.schema_paths import first_path
 from penstock.common.grammar.unsupported import UnsupportedSchemaError
 from penstock.common.invalid_parameter import InvalidParameterError
 from penstock.common.structured_outputs import UNPAIRED, StructuredOutputs, invalid
+from penstock.common.value_text import value_text
 
 MAX_CHOICES = 4096
 
@@ -106,7 +107,7 @@ def _choice(text: str) -> str:
         raise invalid(f"choice must have 1 to {MAX_CHOICES} strings, not {len(options)}")
     for i, option in enumerate(options):
         if not (isinstance(option, str) and option):
-            raise invalid(f"choice[{i}] must be a non-empty string, not {str(option)[:40]!r}")
+            raise invalid(f"choice[{i}] must be a non-empty string, not {value_text(option)}")
     rules = " | ".join(json.dumps(option, ensure_ascii=False) for option in options)
     return LLMatcher.grammar_from_lark(f"start: {rules}")
 
@@ -123,7 +124,10 @@ def _structural_tag(text: str) -> str:
     content = _parsed(text, (dict,), "a JSON object")
     structures, triggers = content.get("structures"), content.get("triggers")
     if not (isinstance(structures, list) and structures and isinstance(triggers, list)):
-        raise invalid("structural_tag must have the lists structures (not empty) and triggers")
+        raise invalid(
+            "structural_tag must have structures, a list that is not empty, and triggers, a list; "
+            f"structures is {value_text(structures)}, triggers is {value_text(triggers)}"
+        )
     tags = [
         _tag(f"structural_tag.structures[{i}]", each, triggers) for i, each in enumerate(structures)
     ]
@@ -161,15 +165,21 @@ def _tool_calls(text: str) -> str:
 
 def _tag(path: str, structure: Any, triggers: list[Any]) -> StructTag:
     if not isinstance(structure, dict):
-        raise invalid(f"{path} must be an object")
+        raise invalid(f"{path} must be a JSON object, not {value_text(structure)}")
     begin, end, schema = (structure.get(name) for name in ("begin", "end", "schema"))
     if not (isinstance(begin, str) and begin and isinstance(end, str)):
-        raise invalid(f"{path} must have the strings begin (not empty) and end")
+        raise invalid(
+            f"{path} must have begin, a string that is not empty, and end, a string; begin is "
+            f"{value_text(begin)}, end is {value_text(end)}"
+        )
     if not isinstance(schema, dict):
-        raise invalid(f"{path}.schema must be a JSON Schema (an object)")
+        raise invalid(f"{path}.schema must be a JSON Schema (an object), not {value_text(schema)}")
     found = [each for each in triggers if isinstance(each, str) and each and begin.startswith(each)]
     if not found:
-        raise invalid(f"{path}.begin is {begin!r:.80}: it must start with one of the triggers")
+        raise invalid(
+            f"{path}.begin is {begin!r:.80}: expected a text that starts with an entry of "
+            "structural_tag.triggers"
+        )
     with_options = {**schema, "x-guidance": dict(SCHEMA_OPTIONS)}
     return StructTag(trigger=found[0], begin=begin, grammar=with_options, end=end)
 

@@ -56,7 +56,10 @@ class GrammarVocabulary:
         self, tokenizer: ModelTokenizer, vocab_size: int, end_tokens: Sequence[int]
     ) -> None:
         if not end_tokens:
-            raise ValueError("the model has no end token: a grammar could not end an answer")
+            raise ValueError(
+                "the model has no end token, which a grammar needs to end an answer: set "
+                "eos_token_id in the checkpoint's generation_config.json"
+            )
         tokens: Any = GrammarTokens(tokenizer, end_tokens)
         self.tokens = LLTokenizer(
             tokens,
@@ -97,7 +100,10 @@ class CompiledGrammar:
             InvalidParameterError: the grammar does not allow the answer.
         """
         if not self.matcher().advance(tokens):
-            raise invalid("the tokens of the answer so far do not match the grammar")
+            raise invalid(
+                f"the grammar does not allow the {len(tokens)} tokens of the answer so far: resume "
+                "with the tokens and the constraint of the original request"
+            )
 
 
 class Matcher:

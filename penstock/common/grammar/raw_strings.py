@@ -7,6 +7,7 @@ from typing import Any
 from penstock.common.grammar.string_pattern import terminal
 from penstock.common.grammar.unsupported import UnsupportedSchemaError, escaped
 from penstock.common.schema_types import named_types, referred, types_of
+from penstock.common.value_text import value_text
 
 ANNOTATIONS = frozenset(
     (
@@ -76,14 +77,19 @@ class RawStrings:
         """
         self._num_visited += 1
         if self._num_visited > MAX_SCHEMAS:
-            raise UnsupportedSchemaError(path, f"the strings have more than {MAX_SCHEMAS} schemas")
+            raise UnsupportedSchemaError(
+                path,
+                f"more than {MAX_SCHEMAS} schemas describe strings: send a smaller schema",
+            )
         if schema is True:
             return []
         if not isinstance(schema, dict) or "string" not in types_of(self._root, schema):
             return None
         check_keywords(schema, path)
         if depth == 0:
-            raise UnsupportedSchemaError(path, "the schemas refer to each other too often")
+            raise UnsupportedSchemaError(
+                path, "$ref, anyOf, oneOf and allOf are nested too deeply: send a simpler schema"
+            )
         if "string" not in named_types(schema.get("type")):
             return None
         found: list[str] = self._own(schema, path)
@@ -138,8 +144,8 @@ class RawStrings:
             if schema["format"] not in FORMATS:
                 raise UnsupportedSchemaError(
                     f"{path}/format",
-                    f"the format {schema['format']} is not supported in a string without quotes, "
-                    f"only {', '.join(FORMATS)}",
+                    f"the format {schema['format']!r:.80} is not supported for a string that the "
+                    f"model writes without quotes: expected one of {', '.join(FORMATS)}",
                 )
             found.append(f"/{FORMATS[schema['format']]}/")
         return found
@@ -148,7 +154,11 @@ class RawStrings:
         """Raise `UnsupportedSchemaError` if a text contains a marker."""
         for marker in self._markers:
             if marker in text:
-                raise UnsupportedSchemaError(path, f"a string cannot contain {marker}")
+                raise UnsupportedSchemaError(
+                    path,
+                    f"the string {text[:80]!r} contains {marker!r}, which ends strings in the "
+                    "model's format of calls: leave it out",
+                )
 
 
 def check_keywords(schema: Mapping[str, Any], path: str) -> None:
@@ -161,7 +171,8 @@ def check_keywords(schema: Mapping[str, Any], path: str) -> None:
     for key in schema:
         if key not in KNOWN:
             raise UnsupportedSchemaError(
-                f"{path}/{escaped(key)}", f"{key} is not supported in this format of calls"
+                f"{path}/{escaped(key)}",
+                f"{key[:80]} is not supported in the model's format of calls",
             )
 
 
@@ -169,7 +180,10 @@ def resolved(root: Any, reference: Any, path: str) -> Any:
     """Return the schema to which a reference refers."""
     found = referred(root, reference) if isinstance(reference, str) else None
     if found is None:
-        raise UnsupportedSchemaError(f"{path}/$ref", "the reference does not exist in the schema")
+        raise UnsupportedSchemaError(
+            f"{path}/$ref",
+            f"{value_text(reference)} does not exist in the schema: correct the reference",
+        )
     return found
 
 

@@ -15,14 +15,19 @@ def terminal(pattern: str) -> str:
             construct that terminals do not have.
     """
     if found := _NOT_REGULAR.search(pattern.replace("\\\\", "")):
-        raise ValueError(f"{found[0]} is not supported in a pattern")
+        raise ValueError(
+            f"{found[0]} is not supported: a pattern cannot have look-around or back references"
+        )
     has_start = pattern.startswith("^")
     is_escaped = (len(pattern) - len(pattern.rstrip("$").rstrip("\\"))) % 2 == 0
     has_end = pattern.endswith("$") and not (pattern.endswith("\\$") and is_escaped)
     inner = pattern[has_start : len(pattern) - has_end]
     converted, has_choice = _converted(inner)
     if has_choice and (has_start or has_end):
-        raise ValueError("an anchor beside a | is not supported: put the choice in parentheses")
+        raise ValueError(
+            f"the pattern {pattern[:80]!r} has an anchor (^ or $) beside |: put the alternatives "
+            "in parentheses"
+        )
     begin, end = ("" if has_start else "(?s:.*)"), ("" if has_end else "(?s:.*)")
     return f"/{begin}(?:{converted}){end}/"
 
@@ -41,7 +46,10 @@ def _converted(pattern: str) -> tuple[str, bool]:
             in_class = character != "]"
             found.append(f"\\{character}" if character in "[&~/" else _plain(character))
         elif character in "^$":
-            raise ValueError(f"the anchor {character} is supported only at an end of a pattern")
+            raise ValueError(
+                f"{character} is inside the pattern: ^ is supported only as its first character, "
+                "and $ only as its last"
+            )
         else:
             in_class = character == "["
             depth += (character == "(") - (character == ")")
@@ -62,6 +70,6 @@ def _escape(letter: str, in_class: bool) -> str:
         return _CLASSES[letter] if in_class else f"[{_CLASSES[letter]}]"
     if letter.lower() in _CLASSES:
         if in_class:
-            raise ValueError(f"\\{letter} is not supported in a character class")
+            raise ValueError(f"\\{letter} is not supported in a character class: use [^...]")
         return f"[^{_CLASSES[letter.lower()]}]"
     return f"\\{letter}"

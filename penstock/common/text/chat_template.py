@@ -96,7 +96,10 @@ class ChatTemplate:
         shown[-1] = _append(shown[-1], mark)
         text, found, _ = self._render(shown, options).rpartition(mark)
         if not found:
-            raise ChatTemplateError("it leaves out the last message, which cannot be continued")
+            raise ChatTemplateError(
+                "it leaves out the last message, so an answer cannot continue it: leave out "
+                "continue_final_message"
+            )
         return text.replace(mark, "")
 
     def _render(self, messages: Sequence[Mapping[str, Any]], options: TemplateOptions) -> str:
@@ -114,7 +117,10 @@ class ChatTemplate:
             raise
         except Exception as error:
             kind = type(error).__name__
-            raise ChatTemplateError(f"it cannot render these messages ({kind})") from error
+            raise ChatTemplateError(
+                f"it cannot render these messages, because it raises {kind}: check their roles and "
+                "their order"
+            ) from error
 
 
 def _unused_character(messages: Sequence[Mapping[str, Any]]) -> str:

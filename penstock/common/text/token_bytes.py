@@ -84,7 +84,10 @@ def read_decoder(spec: dict[str, Any] | None) -> TokenDecoder:
         UnsupportedTokenizer: the decoder does not map tokens to bytes one by one.
     """
     if spec is None:
-        raise UnsupportedTokenizer("tokenizer.json has no decoder: its tokens cannot become text")
+        raise UnsupportedTokenizer(
+            "tokenizer.json has no decoder, so tokens cannot be converted to text: use a "
+            "tokenizer.json with the entry decoder"
+        )
     decoders: list[dict[str, Any]] = spec["decoders"] if spec["type"] == "Sequence" else [spec]
     steps: list[Step] = []
     strip, marker = 0, b""

@@ -126,7 +126,9 @@ def _encode_all(tokenizer: Tokenizer, texts: list[str], special: bool) -> list[l
 def _load(folder: Path) -> Tokenizer:
     path = folder if is_gguf(folder) else folder / "tokenizer.json"
     if not path.is_file():
-        raise UnsupportedTokenizer(f"{folder} holds no tokenizer.json: every model needs one")
+        raise UnsupportedTokenizer(
+            f"{folder} has no tokenizer.json, which every model needs: copy it into this folder"
+        )
     content = json.dumps(tokenizer_of(path)) if is_gguf(folder) else None
     try:
         tokenizer = Tokenizer.from_str(content) if content else Tokenizer.from_file(str(path))

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
+from penstock.common.value_text import value_text
 from penstock.router.api.generation.strict_model import StrictModel
 from penstock.router.errors import ServingError, invalid
 
@@ -64,7 +65,10 @@ class ToolUseBlock(ClosedModel):
     def check(self, where: str = "") -> None:
         """Refuse calls made by a server's tool, and calls of a tool that belongs to a toolset."""
         if self.caller not in (None, {"type": "direct"}):
-            raise invalid(f"{where}.caller must be direct: leave it out", _field(where))
+            raise invalid(
+                f'{where}.caller must be {{"type": "direct"}}, not {value_text(self.caller)}',
+                _field(where),
+            )
         _check_toolset(self.toolset_name, where)
 
 

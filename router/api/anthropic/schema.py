@@ -76,12 +76,14 @@ class CountTokensBody(ChatBody):
             self.thinking.check_fields(getattr(self, "max_tokens", None))
             if self.thinking.type == "enabled" and self._forces_calls:
                 raise invalid(
-                    "tool_choice any and tool cannot be combined with thinking: leave out thinking",
+                    "a tool_choice of type any or tool cannot be combined with thinking of type "
+                    "enabled: leave out one of them",
                     "tool_choice",
                 )
         if continues_last(self.messages) and self._forces_calls:
             raise invalid(
-                "tool_choice cannot force calls if the last message is the assistant's",
+                "a tool_choice of type any or tool cannot be used if the last message has the role "
+                "assistant: end messages with the role user",
                 "tool_choice",
             )
 

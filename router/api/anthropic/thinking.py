@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 from penstock.common.number_text import number_text
+from penstock.common.value_text import value_text
 from penstock.router.api.anthropic.blocks import ClosedModel
 from penstock.router.errors import invalid
 
@@ -27,12 +28,12 @@ class Thinking(ClosedModel):
         """Refuse the combinations of fields that Anthropic's API refuses."""
         budget, field = self.budget_tokens, "thinking"
         if (self.type == "enabled") != (budget is not None):
-            raise invalid(
-                "thinking.budget_tokens is required for the type enabled, and invalid for others",
-                field,
-            )
+            rule = "requires" if budget is None else "does not allow"
+            raise invalid(f"thinking of type {self.type} {rule} thinking.budget_tokens", field)
         if self.type == "disabled" and self.display is not None:
-            raise invalid("thinking.display has no meaning for the type disabled", field)
+            raise invalid(
+                "thinking of type disabled does not allow thinking.display: leave it out", field
+            )
         if budget is not None and budget < MIN_BUDGET:
             raise invalid(
                 f"thinking.budget_tokens is {number_text(budget)}: it must be at least "
@@ -56,10 +57,15 @@ class Thinking(ClosedModel):
         if any(name in known for name in SWITCHES):
             return
         if self.type == "enabled" and not reasons:
-            raise invalid("thinking: this model does not reason: leave it out", "thinking")
+            raise invalid(
+                "thinking of type enabled is not supported, because this model does not reason: "
+                "leave out thinking",
+                "thinking",
+            )
         if self.type == "disabled" and reasons:
             raise invalid(
-                "thinking: this model's chat template cannot disable reasoning: leave it out",
+                "thinking of type disabled is not supported, because this model's chat template "
+                "cannot disable reasoning: leave out thinking",
                 "thinking",
             )
 
@@ -96,4 +102,6 @@ class OutputConfig(ClosedModel):
             case {"type": "json_schema", "schema": dict(schema), **rest} if not rest:
                 return schema
         name = "output_config"
-        raise invalid(f'{name}.format must be {{"type": "json_schema", "schema": {{...}}}}', name)
+        given = value_text(self.format)
+        form = '{"type": "json_schema", "schema": {...}} without other members'
+        raise invalid(f"{name}.format must be {form}, not {given}", name)

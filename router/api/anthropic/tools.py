@@ -44,8 +44,8 @@ class Tool(ClosedModel):
             raise invalid(f"{where}.input_schema.type must be 'object', not {kind!r:.40}", "tools")
         if self.eager_input_streaming is False:
             raise invalid(
-                f"{where}.eager_input_streaming: inputs are streamed as they are generated: leave "
-                "it out",
+                f"{where}.eager_input_streaming is false, but inputs are always streamed as they "
+                "are generated: leave it out",
                 "tools",
             )
         if self.defer_loading:
@@ -95,13 +95,11 @@ class ToolChoiceParam(ClosedModel):
     def check_tools(self, names: set[str]) -> None:
         """Refuse a choice that does not fit the tools with these names."""
         if (self.type == "tool") != (self.name is not None):
-            raise invalid(
-                "tool_choice.name is required for the type tool, and not allowed for others",
-                "tool_choice",
-            )
+            rule = "requires" if self.name is None else "does not allow"
+            raise invalid(f"tool_choice of type {self.type} {rule} tool_choice.name", "tool_choice")
         if self.type == "none" and self.disable_parallel_tool_use is not None:
             name = "tool_choice.disable_parallel_tool_use"
-            raise invalid(f"{name} has no meaning for the type none: leave it out", "tool_choice")
+            raise invalid(f"tool_choice of type none does not allow {name}", "tool_choice")
         if self.is_forced and not names:
             raise invalid("tool_choice needs tools: set tools, or leave it out", "tool_choice")
         if self.name is not None and self.name not in names:

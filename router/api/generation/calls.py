@@ -204,8 +204,8 @@ def _forced(sampling: SamplingParams, schema: str) -> SamplingParams:
     """Return sampling parameters whose answers are tool calls that fit `schema`."""
     if sampling.structured_outputs is not None:
         raise invalid(
-            "a tool_choice that forces calls cannot be combined with a form of the answer: leave "
-            "out one of them",
+            "a tool_choice that forces calls cannot be combined with a field that sets the form of "
+            "the answer, such as response_format: leave out one of them",
             "tool_choice",
         )
     forced = StructuredOutputs("json", schema)

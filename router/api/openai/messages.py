@@ -56,8 +56,11 @@ class ContentPart(StrictModel):
     def plain(self) -> dict[str, str]:
         """Return a text part, in the form for chat templates."""
         if self.type != "text" or self.text is None:
+            problem = "has no text" if self.type == "text" else "is not supported"
             raise invalid(
-                f"content of type {self.type[:40]!r} is not supported: send text", "messages"
+                f"content of type {self.type[:40]!r} {problem}: send content of type 'text' with "
+                "a text",
+                "messages",
             )
         return {"type": "text", "text": self.text}
 
@@ -103,13 +106,18 @@ class Message(StrictModel):
             raise invalid("function_call is not supported: send tool_calls", "messages")
         check_role(self.role)
         if self.role == "tool" and self.tool_call_id is None:
-            raise invalid("a message of a tool has no tool_call_id: set it", "messages")
+            raise invalid(
+                "a message with the role 'tool' has no tool_call_id: set it to the id of the call",
+                "messages",
+            )
         content: Any = self.content
         if isinstance(content, list):
             content = [part.plain() for part in content]
         elif content is None:
             if self.role != "assistant":
-                raise invalid("a message has no content: set content", "messages")
+                raise invalid(
+                    f"a message with the role {self.role!r} has no content: set content", "messages"
+                )
             content = None if self.tool_calls else ""
         message = {"role": self.role, "content": content}
         return message if self.model_fields_set <= PLAIN else message | self._structure()
@@ -119,7 +127,11 @@ class Message(StrictModel):
         calls, reasoning = self.tool_calls, self.reasoning_content or self.reasoning
         if self.role != "assistant" and (calls or reasoning):
             name = "tool_calls" if calls else "reasoning_content"
-            raise invalid(f"only messages of the assistant have {name}", "messages")
+            raise invalid(
+                f"a message with the role {self.role!r} has {name}, which only the role "
+                "'assistant' may have: leave it out",
+                "messages",
+            )
         members = {
             "name": self.name,
             "tool_calls": [call.plain() for call in calls] if calls else None,
@@ -164,7 +176,7 @@ class Conversation(ChatBody, OpenAiBody):
     def template_options(self, known: Collection[str]) -> TemplateOptions:
         if self.continue_final_message and self.add_generation_prompt:
             raise invalid(
-                "continue_final_message and add_generation_prompt exclude each other: set one",
+                "continue_final_message and add_generation_prompt are both true: set only one",
                 "continue_final_message",
             )
         variables = self.template_variables(known)

@@ -260,7 +260,11 @@ def _check_stream(body: BaseRequest, sampling: SamplingParams) -> None:
     if body.stream and sampling.is_ranked:
         name = "use_beam_search" if sampling.use_beam_search else "best_of"
         what = name if sampling.use_beam_search else "best_of above n"
-        raise invalid(f"{what} cannot be streamed: the best choices are known at the end", name)
+        raise invalid(
+            f"{what} cannot be streamed, because the best choices are known only at the end: leave "
+            "out stream",
+            name,
+        )
     if body.stream and body.prompt_logprobs is not None:
         raise invalid(
             "prompt_logprobs are not streamed: leave out stream, or use echo with logprobs",

@@ -12,6 +12,7 @@ from pydantic import ConfigDict
 
 from penstock.common.number_text import number_text
 from penstock.common.sampling_params import SamplingParams
+from penstock.common.value_text import value_text
 from penstock.router.api.generation.strict_model import Ids, StrictModel, Texts
 from penstock.router.api.openai.messages import Conversation, OpenAiBody
 from penstock.router.api.openai.structured_fields import StructuredFields
@@ -80,7 +81,10 @@ class BaseRequest(StructuredFields):
 
     def check(self) -> None:
         if self.stream_options is not None and not self.stream:
-            raise invalid("stream_options needs stream to be true", "stream_options")
+            raise invalid(
+                "stream_options needs stream to be true: set stream, or leave out stream_options",
+                "stream_options",
+            )
         if self.stream_options is not None and self.stream_options.include_obfuscation:
             name = "stream_options.include_obfuscation"
             raise invalid(f"{name} is not supported: leave it out, or set false", "stream_options")
@@ -210,8 +214,8 @@ class CompletionRequest(BaseRequest):
         for item in prompts:
             if not isinstance(item, str) and not _is_tokens(item):
                 raise invalid(
-                    "prompt must be a string, a list of strings, a list of token ids, "
-                    "or a list of lists of token ids",
+                    "prompt must be a string, a list of strings, a list of token ids, or a list of "
+                    f"lists of token ids, but contains {value_text(item)}",
                     "prompt",
                 )
         if not prompts or not all(prompts):
@@ -239,7 +243,11 @@ class ChatCompletionRequest(Conversation, BaseRequest):
             return
         if self._chosen().mode in ("required", "named") and self.continue_final_message:
             name = "continue_final_message"
-            raise invalid(f"{name} cannot be combined with a tool_choice that forces calls", name)
+            raise invalid(
+                f"{name} cannot be combined with a tool_choice that forces calls: leave out one of "
+                "them",
+                name,
+            )
 
     def check_content(self, bounds: RequestBounds, model: ModelLimits) -> None:
         super().check_content(bounds, model)
@@ -292,7 +300,11 @@ class ChatCompletionRequest(Conversation, BaseRequest):
     def num_logprobs(self) -> int | None:
         if not self.logprobs:
             if self.top_logprobs:
-                raise invalid("top_logprobs needs logprobs to be true", "top_logprobs")
+                raise invalid(
+                    "top_logprobs needs logprobs to be true: set logprobs, or leave out "
+                    "top_logprobs",
+                    "top_logprobs",
+                )
             return None
         return self.top_logprobs or 0
 
@@ -302,9 +314,9 @@ class ChatCompletionRequest(Conversation, BaseRequest):
         if self.reasoning_effort is None:
             return variables
         if name in variables:
-            raise invalid(f"{name} is also in chat_template_kwargs: set one", name)
+            raise invalid(f"{name} is also in chat_template_kwargs: set only one of them", name)
         if name not in known:
-            raise invalid(f"this model does not read {name}: leave it out", name)
+            raise invalid(f"this model's chat template does not read {name}: leave it out", name)
         return {**variables, name: self.reasoning_effort}
 
 

@@ -6,6 +6,7 @@ from typing import Any, Literal, TypeAlias
 
 from penstock.common.invalid_parameter import InvalidParameterError
 from penstock.common.structured_outputs import StructuredOutputs, choice, json_schema
+from penstock.common.value_text import value_text
 from penstock.router.api.generation.strict_model import StrictModel, Texts
 from penstock.router.api.openai.messages import OpenAiBody
 from penstock.router.errors import invalid
@@ -39,10 +40,15 @@ class ResponseFormat(StrictModel):
     def _schema(self) -> StructuredOutputs:
         name, given = "response_format", self.json_schema or {}
         if not isinstance(given.get("strict"), bool | None):
-            raise invalid(f"{name}.json_schema.strict must be true or false", name)
+            strict = value_text(given["strict"])
+            raise invalid(f"{name}.json_schema.strict must be true or false, not {strict}", name)
         schema = given.get("schema")
         if not isinstance(schema, dict | bool):
-            raise invalid(f"{name}.json_schema.schema must be a JSON Schema", name)
+            raise invalid(
+                f"{name}.json_schema.schema must be a JSON Schema (an object or a boolean), not "
+                f"{value_text(schema)}",
+                name,
+            )
         return _schema(schema, name)
 
 
@@ -79,7 +85,10 @@ class StructuredFields(OpenAiBody):
         found = [(name, wanted) for name, wanted in given.items() if wanted is not None]
         if len(found) > 1:
             (first, _), (second, _), *_ = found
-            raise invalid(f"{first} and {second} both set the form of the answer: set one", second)
+            raise invalid(
+                f"{first} and {second} both set the form of the answer: leave out one of them",
+                second,
+            )
         return found[0] if found else None
 
 
@@ -90,14 +99,16 @@ def _params(params: Mapping[str, Any]) -> StructuredOutputs:
         if value is None or (value is False and name != "json"):
             continue
         if name not in _PARAMS:
-            raise invalid(f"{FIELD}.{name} is not supported: leave it out", FIELD)
+            raise invalid(f"{FIELD}.{name[:80]} is not supported: leave it out", FIELD)
         types, make = _PARAMS[name]
         if not isinstance(value, types):
             expected = " or ".join(each.__name__ for each in types)
-            raise invalid(f"{FIELD}.{name} must be {expected}", FIELD)
+            raise invalid(f"{FIELD}.{name} must be {expected}, not {value_text(value)}", FIELD)
         found.append(make(value))
     if len(found) != 1:
-        raise invalid(f"{FIELD} must have exactly one of {', '.join(_PARAMS)}", FIELD)
+        raise invalid(
+            f"{FIELD} must have exactly one of {', '.join(_PARAMS)}, but has {len(found)}", FIELD
+        )
     return found[0]
 
 
@@ -113,7 +124,9 @@ def _dumped(content: Mapping[str, Any]) -> str:
     try:
         return json.dumps(content, ensure_ascii=False)
     except RecursionError as error:
-        raise invalid("response_format is nested too deeply", "response_format") from error
+        raise invalid(
+            "response_format is nested too deeply: send a flatter schema", "response_format"
+        ) from error
 
 
 _PARAMS: Mapping[str, tuple[tuple[type, ...], Callable[[Any], StructuredOutputs]]] = {

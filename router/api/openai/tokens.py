@@ -42,7 +42,8 @@ class TokenApi:
         assert isinstance(body, TokenizeChatRequest)
         if body.add_special_tokens:
             raise invalid(
-                "add_special_tokens cannot be used with a chat, because its template writes them",
+                "add_special_tokens cannot be true for messages, because the chat template writes "
+                "the special tokens: leave it out",
                 "add_special_tokens",
             )
         options = body.template_options(self._frontend.helpers.template_variables)

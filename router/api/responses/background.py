@@ -108,7 +108,9 @@ class BackgroundRun:
                 await self.events.add(failed, slices, are_last=True)
                 return
             except Exception:  # the bug that ended the response probably caused this error too
-                log.exception("the events of %s could not be made", self.response.id)
+                log.exception(
+                    "the last event of the response %s could not be made", self.response.id
+                )
         for _ in self._formatter.ended_early(outcome):
             await slices.pause()
 
@@ -135,7 +137,8 @@ class BackgroundRuns:
         if len(self._runs.get(tenant, ())) >= MAX_PER_TENANT:
             raise ServingError(
                 Code.OVERLOADED,
-                f"{MAX_PER_TENANT} background responses are being generated: call again later",
+                f"{MAX_PER_TENANT} background responses of this API key are being generated, the "
+                "maximum: call again later",
                 "background",
                 RETRY_SECONDS,
             )

@@ -135,7 +135,10 @@ class ResponsesRequest(ChatBody):
             if given is not None:
                 check_extra(given.model_extra or {}, permitted, name)
         if self.stream_options is not None and not self.stream:
-            raise invalid("stream_options needs stream to be true", "stream_options")
+            raise invalid(
+                "stream_options needs stream to be true: set stream, or leave out stream_options",
+                "stream_options",
+            )
         if self.text is not None:
             self.text.check()
         check_include(self.include or ())
@@ -156,7 +159,7 @@ class ResponsesRequest(ChatBody):
     def _check_background(self) -> None:
         name = "background"
         if self.background and self.store is False:
-            raise invalid("background needs store to be true: leave out store", name)
+            raise invalid("background cannot be true if store is false: leave out store", name)
 
     def check_content(self, bounds: RequestBounds, model: ModelLimits) -> None:
         depth = bounds.max_json_depth
@@ -207,7 +210,11 @@ class ResponsesRequest(ChatBody):
         effort = None if self.reasoning is None else self.reasoning.effort
         if effort is not None:
             if EFFORT in variables:
-                raise invalid(f"{EFFORT} is also in chat_template_kwargs: set one", "reasoning")
+                raise invalid(
+                    f"reasoning.effort and {EFFORT} in chat_template_kwargs are both set: leave "
+                    "out one of them",
+                    "reasoning",
+                )
             if EFFORT not in known:
                 raise invalid(
                     "reasoning.effort is not supported by this model: leave it out", "reasoning"
@@ -227,7 +234,10 @@ class ResponsesRequest(ChatBody):
         if LOGPROBS in (self.include or ()):
             return self.top_logprobs or 0
         if self.top_logprobs:
-            raise invalid(f"top_logprobs needs {LOGPROBS!r} in include", "top_logprobs")
+            raise invalid(
+                f"top_logprobs needs {LOGPROBS!r} in include: add it, or leave out top_logprobs",
+                "top_logprobs",
+            )
         return None
 
     def parsing_options(self, chat: Chat) -> ParsingOptions:

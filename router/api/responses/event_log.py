@@ -50,9 +50,9 @@ class EventBytes:
         if not is_required and (used[0] > MAX_TENANT_BYTES or used[1] > MAX_RUNNING_BYTES):
             raise ServingError(
                 Code.OVERLOADED,
-                "the events of all running background responses exceed their memory "
-                f"({MAX_TENANT_BYTES} bytes of one key, {MAX_RUNNING_BYTES} bytes in all): create "
-                "fewer at a time, or without stream",
+                "the events of running background responses exceed a limit of memory: "
+                f"{MAX_TENANT_BYTES} bytes for one API key, {MAX_RUNNING_BYTES} bytes for all. "
+                "Create fewer responses at a time, or leave out stream",
                 "stream",
             )
         self._tenants[tenant] = used[0]
@@ -119,8 +119,8 @@ class EventLog:
         if self.num_bytes + size > MAX_EVENT_BYTES and not is_required:
             raise ServingError(
                 Code.TOO_LARGE,
-                f"the events of the response exceed {MAX_EVENT_BYTES} bytes: create it without "
-                "stream",
+                f"the events of the response exceed the maximum of {MAX_EVENT_BYTES} bytes: leave "
+                "out stream",
                 "stream",
             )
         self._take(size, is_required)

@@ -149,7 +149,7 @@ class Conversation:
                 f"a message's role must be one of {', '.join(ROLES)}, but is {given}", FIELD
             )
         if item.content is None:
-            raise invalid("a message has no content: set content", FIELD)
+            raise invalid(f"a message with the role {item.role!r} has no content: set it", FIELD)
         texts = texts_of(item, item.content)
         if item.role == "assistant":
             self._add_text("".join(texts))

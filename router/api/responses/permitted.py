@@ -94,8 +94,9 @@ def check_metadata(metadata: Mapping[str, str]) -> None:
     for name, value in metadata.items():
         if len(name) > MAX_METADATA_KEY or len(value) > MAX_METADATA_VALUE:
             raise invalid(
-                f"metadata.{name[:MAX_METADATA_KEY]} is too long: keys have at most "
-                f"{MAX_METADATA_KEY} characters, values {MAX_METADATA_VALUE}",
+                f"metadata.{name[:MAX_METADATA_KEY]}: the key has {len(name)} characters; at most "
+                f"{MAX_METADATA_KEY} are allowed. The value has {len(value)} characters; at most "
+                f"{MAX_METADATA_VALUE} are allowed",
                 "metadata",
             )
 

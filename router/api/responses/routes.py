@@ -200,8 +200,8 @@ class ResponsesApi:
         stored = self._stored(request)
         if not stored.is_background:
             raise invalid(
-                "the response was created without background: only background responses can be "
-                "canceled"
+                f"the response {request.path_params['id'][:80]!r} was created without background; "
+                "only background responses can be canceled"
             )
         return FragmentResponse(_texts(stored))
 

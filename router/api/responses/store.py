@@ -52,7 +52,9 @@ class ResponseStore:
         """
         limits, size = self._limits, response.num_bytes
         if size > self.max_bytes:
-            raise ValueError(f"{response.id} has {size} bytes, more than {self.max_bytes}")
+            raise ValueError(
+                f"the response {response.id} has {size} bytes; at most {self.max_bytes} are allowed"
+            )
         known = self._tenants.get(tenant)
         if known is not None and response.id in known.responses:
             self._remove(tenant, known.responses[response.id])

@@ -5,6 +5,7 @@ from typing import Any
 
 from penstock.common.invalid_parameter import InvalidParameterError
 from penstock.common.structured_outputs import StructuredOutputs, json_schema
+from penstock.common.value_text import value_text
 from penstock.router.api.generation.strict_model import StrictModel
 from penstock.router.api.responses.permitted import TEXT_VALUES, check_extra
 from penstock.router.errors import invalid
@@ -62,14 +63,18 @@ def _check_members(given: Mapping[str, Any], known: tuple[str, ...]) -> None:
             raise invalid(f"text.format.{name[:80]} is not supported: leave it out", FIELD)
         kind, what = MEMBERS.get(name, (object, ""))
         if not isinstance(value, kind):
-            raise invalid(f"text.format.{name} must be {what}", FIELD)
+            raise invalid(f"text.format.{name} must be {what}, not {value_text(value)}", FIELD)
 
 
 def _schema(given: Mapping[str, Any]) -> StructuredOutputs:
     _check_members(given, ("schema", *MEMBERS))
     schema = given.get("schema")
     if not isinstance(schema, dict | bool):
-        raise invalid("text.format.schema must be a JSON Schema", FIELD)
+        raise invalid(
+            "text.format.schema must be a JSON Schema (an object or a boolean), not "
+            f"{value_text(schema)}",
+            FIELD,
+        )
     if not given.get("name"):
         raise invalid("text.format has no name: set name", FIELD)
     try:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from penstock.common.value_text import value_text
 from penstock.router.errors import ServingError, invalid
 from penstock.router.requests.tools import ToolChoice, check_tools, read_tool_choice
 
@@ -82,7 +83,11 @@ class ChosenTools:
                     FIELD,
                 )
             case dict() | list() | int() | float():
-                raise invalid("tool_choice must be a string, or an object with a type", FIELD)
+                raise invalid(
+                    "tool_choice must be a string, or an object with a type, not "
+                    f"{value_text(given)}",
+                    FIELD,
+                )
         self.choice: ToolChoice = read_tool_choice(given, self.tools)
 
 
@@ -97,9 +102,10 @@ def _allowed(
             case {"type": "function", "name": str(name)} if name in known:
                 names.add(name)
             case _:
+                given_name = one.get("name") if isinstance(one, dict) else one
                 raise invalid(
                     f'tool_choice.tools.{index} must be {{"type": "function", "name": ...}} with '
-                    "the name of a function in tools",
+                    f"the name of a function in tools, not {value_text(given_name)}",
                     FIELD,
                 )
     return [tool for tool in tools if tool["function"]["name"] in names]

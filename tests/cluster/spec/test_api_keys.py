@@ -77,13 +77,13 @@ def test_short_keys_need_a_setting(tmp_path: Path) -> None:
 
 def test_the_same_key_twice_is_refused_by_the_names(tmp_path: Path) -> None:
     twice = {"router": {"api_key_file": str(key_file(tmp_path, KEYS[0], KEYS[0]))}}
-    assert "line 2: the key is the same as that of key-1" in refusal(twice, {})
+    assert "line 2: the key named key-1 has the same value" in refusal(twice, {})
     content = {"keys": {"ops": {"env": "OPS", "role": "operator"}}}
     environment = {"OPS": KEYS[0], "PENSTOCK_API_KEY": f" {KEYS[0]}"}
-    assert "keys.ops: the key is the same as that of environment" in refusal(content, environment)
+    assert "keys.ops: the key named environment has the same value" in refusal(content, environment)
     content = {"keys": {"environment": {"env": "OPS"}}}
     environment = {"OPS": KEYS[0], "PENSTOCK_API_KEY": KEYS[1]}
-    assert "keys.environment: another key has the name" in refusal(content, environment)
+    assert "keys.environment: another key has the same name" in refusal(content, environment)
 
 
 def test_files_and_variables_that_cannot_be_used_are_named(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_files_and_variables_that_cannot_be_used_are_named(tmp_path: Path) -> No
         message = refusal({"router": {"api_key_file": wrong}}, {})
         assert message == "router.api_key_file: the file cannot be read: No such file or directory"
     message = refusal({"keys": {"ops": {"env": "sk-a-key-instead-of-a-name"}}}, {})
-    assert message == "keys.ops.env: there is no such variable in the environment"
+    assert message == "keys.ops.env: the environment has no variable of this name: set the variable"
 
 
 @pytest.mark.parametrize(

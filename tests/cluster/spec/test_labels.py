@@ -64,7 +64,7 @@ def test_accepted_labels_are_valid_for_ray_and_others_give_a_one_line_error(text
         ([f"{'a' * 254}/disk=ssd"], f"invalid label key '{'a' * 254}/disk'"),
         (
             ["disk=ssd", "zone=a", "disk=hdd"],
-            "label disk is given twice, but a node has only one value",
+            "label disk is given twice: give it once",
         ),
     ],
 )

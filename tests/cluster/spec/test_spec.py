@@ -145,9 +145,9 @@ def model(**settings: Any) -> dict[str, Any]:
         ),
         (
             {"routers": 3, "router": {"grpc_port": 65534}},
-            "routers: the last of 3 would use port 65536",
+            "routers: router 3 would use port 65536; at most 65535",
         ),
-        ({"pools": {}}, "pools: no worker prefills: give prefill or mixed one replica or more"),
+        ({"pools": {}}, "pools: no worker prefills: set replicas of prefill or mixed"),
         ({"pools": {"decode": {"replicas": 1}}}, "pools: no worker prefills"),
         ({"pools": {"prefill": {"replicas": 1}}}, "pools: no worker decodes"),
         ({"pools": {"mixed": {"replicas": 0}}}, "pools: no worker prefills"),
@@ -325,7 +325,7 @@ def test_moved_key_is_refused_with_its_new_name(old: str) -> None:
         content = {key: content}
     with pytest.raises(SpecError) as refusal:
         parse(content)
-    assert str(refusal.value) == f"{old}: has moved: write {MOVED[old]}"
+    assert str(refusal.value) == f"{old}: this key has moved: write {MOVED[old]} instead"
 
 
 def test_new_names_of_moved_keys_exist() -> None:

@@ -61,7 +61,9 @@ def test_parts_of_different_models_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BadCheckpoint, match="tensor b is also in"):
         open_gguf(first)
     part(tmp_path, 1, "cd")
-    with pytest.raises(BadCheckpoint, match=r"tensors\.count is 3, but the files have 4 tensors"):
+    with pytest.raises(
+        BadCheckpoint, match=r"tensors\.count is 3, but the model's files have 4 tensors"
+    ):
         open_gguf(first)
 
 
@@ -73,7 +75,7 @@ def test_renamed_part_is_refused(tmp_path: Path) -> None:
 
 def test_adapter_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf", "a", general__type="adapter")
-    with pytest.raises(UnsupportedModel, match=r"general\.type is 'adapter', not 'model'"):
+    with pytest.raises(UnsupportedModel, match=r"general\.type is 'adapter', expected 'model'"):
         open_gguf(path)
 
 

@@ -171,7 +171,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
         set_text("general.architecture", "mamba"),
         "general.architecture 'mamba' is not supported: expected one of gemma2, gemma3, llama",
     ),
-    "experts": (set_uint("llama.expert_count", 8), r"llama\.expert_count is 8, which is not"),
+    "experts": (set_uint("llama.expert_count", 8), r"llama\.expert_count is 8; only 0 is"),
     "window": (
         set_uint("llama.attention.sliding_window", 100),
         r"llama\.attention\.sliding_window is 100: sliding windows are not .* length \(\d+\)",
@@ -188,11 +188,11 @@ REFUSED: dict[str, tuple[Change, str]] = {
     ),
     "partial rotation": (
         set_uint("llama.rope.dimension_count", 6),
-        r"rope\.dimension_count is 6, not 12, the length of a key",
+        r"rope\.dimension_count is 6: expected 12, the length of a key",
     ),
     "values of another length": (
         set_uint("llama.attention.value_length", 14),
-        r"value_length is 14, not 12, the length of a key",
+        r"value_length is 14: expected 12, the length of a key",
     ),
     "heads differ": (
         set_list("llama.attention.head_count_kv", [4, 2]),
@@ -200,16 +200,16 @@ REFUSED: dict[str, tuple[Change, str]] = {
     ),
     "no length": (
         drop("llama.context_length"),
-        r"has no llama\.context_length: it must be a whole number",
+        r"has no llama\.context_length: expected a whole number",
     ),
     "length of text": (
         set_text("llama.context_length", "many"),
-        r"llama\.context_length is 'many', not a whole number",
+        r"llama\.context_length is 'many': expected a whole number",
     ),
-    "huge": (set_uint("llama.block_count", 1 << 31), r"llama\.block_count is 2147483648, not"),
-    "no layers": (set_uint("llama.block_count", 0), r"block_count is 0, not a positive whole"),
+    "huge": (set_uint("llama.block_count", 1 << 31), r"llama\.block_count is 2147483648: expected"),
+    "no layers": (set_uint("llama.block_count", 0), r"block_count is 0: expected a positive whole"),
     "vocabulary": (
-        set_uint("llama.vocab_size", 300), r"vocab_size is 300, not 307, the number of rows",
+        set_uint("llama.vocab_size", 300), r"vocab_size is 300: expected 307, the number of rows",
     ),
     "no architecture": (drop("general.architecture"), r"has no general\.architecture"),
 }  # fmt: skip
@@ -241,7 +241,7 @@ def test_more_tokens_than_embeddings_are_refused(llama: Path, tmp_path: Path) ->
 
     path = write_gguf(llama, tmp_path / "m.gguf", extra=add)
     with pytest.raises(
-        BadCheckpoint, match=r"tokens is an array of 400 items, not an array of at most"
+        BadCheckpoint, match=r"tokens is an array of 400 items: expected an array of at most"
     ):
         config_of(path)
 

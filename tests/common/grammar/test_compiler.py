@@ -61,13 +61,13 @@ INVALID = [
     (choice([]), f"1 to {MAX_CHOICES} strings"),
     (choice(["a", ""]), r"choice\[1\] must be a non-empty string, not ''"),
     (StructuredOutputs("choice", '"a"'), "a JSON list of strings"),
-    (StructuredOutputs("choice", "[1]"), r"choice\[0\] must be a non-empty string, not '1'"),
+    (StructuredOutputs("choice", "[1]"), r"choice\[0\] must be a non-empty string, not 1"),
     (StructuredOutputs("grammar", "start: b"), "unknown name"),
-    (tag(structures=[]), r"structures \(not empty\) and triggers"),
-    (tag(structures=[3]), r"structural_tag.structures\[0\] must be an object"),
+    (tag(structures=[]), r"structures is a list of 0 items"),
+    (tag(structures=[3]), r"structural_tag.structures\[0\] must be a JSON object"),
     (tag(structures=[{**TAG, "schema": 3}]), r"structures\[0\].schema must be a JSON Schema"),
-    (tag(structures=[{**TAG, "end": None}]), r"the strings begin \(not empty\) and end"),
-    (tag(triggers=["<g"]), "begin is '<f=a>': it must start with one of the triggers"),
+    (tag(structures=[{**TAG, "end": None}]), "begin is .* end is null"),
+    (tag(triggers=["<g"]), "begin is '<f=a>': expected a text that starts with"),
 ]
 
 

@@ -87,13 +87,13 @@ def test_references_that_repeat_a_schema_exponentially_often_are_refused(name: s
 def test_rules_that_copy_the_schema_for_each_argument_are_bounded() -> None:
     arguments = {f"a{number}": {"$ref": "#/$defs/n"} for number in range(400)}
     schema = {"properties": arguments, "$defs": {"n": {"enum": [1, 2]}}}
-    with pytest.raises(InvalidParameterError, match="too long"):
+    with pytest.raises(InvalidParameterError, match="send a smaller schema"):
         grammar_text(wanted(NOTATIONS["keywords"], **schema))
 
 
 def test_reference_to_a_schema_without_values_is_refused() -> None:
     schema = {"properties": {"p": {"$ref": "#/$defs/n"}}, "$defs": {"n": False}}
-    with pytest.raises(InvalidParameterError, match="no value is valid"):
+    with pytest.raises(InvalidParameterError, match="allows no value"):
         grammar_text(wanted(NOTATIONS["bracketed"], **schema))
 
 

@@ -102,7 +102,7 @@ def test_error_raised_by_the_template_is_reported(folder: Path) -> None:
 
 
 def test_unusable_model_folder_is_refused_with_a_reason(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedTokenizer, match=r"holds no tokenizer\.json"):
+    with pytest.raises(UnsupportedTokenizer, match=r"has no tokenizer\.json"):
         ModelTokenizer(tmp_path)
     write_folder(tmp_path, byte_level())
     (tmp_path / "tokenizer_config.json").write_text("{")

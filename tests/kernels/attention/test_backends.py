@@ -230,4 +230,7 @@ def test_wrong_first_result_falls_back_to_ours(
 
     monkeypatch.setattr(wrapper, "plan", window_too_wide)
     assert choose("flashinfer", replace(REQUEST, windows=(5,)), caplog) == "triton"
-    assert "a result with window 5 differs from the reference" in caplog.text
+    assert (
+        "with a window of 5 positions (0: none), its result differs from the reference"
+        in caplog.text
+    )

@@ -146,7 +146,9 @@ def test_invalid_arguments_are_refused() -> None:
         rope_and_cache(heads, 2, angles, slots[:4], layer)
     with pytest.raises(ValueError, match="rows: int64 expected, not int32"):
         rope_and_cache(heads, 2, angles, slots.int(), layer)
-    with pytest.raises(ValueError, match="cos_sin: an even number of at most 8 features, not 16"):
+    with pytest.raises(
+        ValueError, match="cos_sin: an even number of features from 2 to 8 expected, not 16"
+    ):
         rope_and_cache(heads, 2, torch.zeros(5, 2, 16), slots, layer)
     with pytest.raises(ValueError, match="layer: float32 expected, not float16"):
         rope_and_cache(heads, 2, angles, slots, layer.half())

@@ -68,6 +68,6 @@ def test_a_block_outside_the_cache_is_refused() -> None:
     query, layer, up, (starts, contexts, tables) = make_case([(1, 40)])
     tables[0, 1] = layer.shape[1]
     with pytest.raises(
-        ValueError, match=r"block_tables: blocks below 5 expected, not 5 at \[0, 1\]"
+        ValueError, match=r"block_tables\[0, 1\]: a block from 0 to 4 expected, not 5"
     ):
         attend(query, layer, up, (starts, contexts, tables))

@@ -132,7 +132,7 @@ def test_invalid_arguments_are_refused() -> None:
         rms_norm(x, weight.half(), 1e-5)
     with pytest.raises(ValueError, match="x: float32 or float16 or bfloat16 expected, not int64"):
         rms_norm(x.long(), weight.long(), 1e-5)
-    with pytest.raises(ValueError, match="x: last dimension not contiguous"):
+    with pytest.raises(ValueError, match="x: a stride of 1 of the last dimension"):
         rms_norm_(x.t(), weight[:4], 1e-5)
     with pytest.raises(ValueError, match=r"x: shape \[4, 64\] expected"):
         fused_add_rms_norm(x, x[:3], weight, 1e-5)

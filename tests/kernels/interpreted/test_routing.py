@@ -69,7 +69,7 @@ def test_invalid_arguments_are_refused(device: torch.device) -> None:
     logits = torch.randn(2, 8, device=device)
     with pytest.raises(ValueError, match="routing: top_k"):
         route(logits, Routing(5, num_groups=2))
-    with pytest.raises(ValueError, match="equal groups"):
+    with pytest.raises(ValueError, match="num_groups that divides"):
         route(logits, Routing(1, num_groups=3))
     with pytest.raises(ValueError, match="bias: shape"):
         route(logits, Routing(1), torch.zeros(7, device=device))

@@ -37,9 +37,9 @@ def test_first_prompt_and_reply_of_each_conversation_are_read(tmp_path: Path) ->
     [
         ("{", "not a JSON file"),
         ({"a": 1}, "not a JSON list"),
-        ([entry("x" * 20, "y" * 20), 3], "entry 1 has no list `conversations`"),
+        ([entry("x" * 20, "y" * 20), 3], "entry 1 has no list in the field `conversations`"),
         ([{"conversations": 1}], "entry 0 has no list"),
-        ([entry("x" * 20, 5)], "entry 0 has a message without a text `value`"),
+        ([entry("x" * 20, 5)], "entry 0 has a message whose field `value` is no text"),
         ([entry("short", "short")], "no conversation has a prompt and a reply"),
     ],
 )
@@ -72,11 +72,11 @@ def test_plan_of_an_unusable_dataset_is_refused(tmp_path: Path) -> None:
     for work, words in (
         (Work(dataset=tmp_path / "none"), "No such file"),
         (Work(dataset=written(tmp_path, "[]")), "no conversation"),
-        (Work(dataset=path, trace=path), "exclude each other"),
+        (Work(dataset=path, trace=path), "cannot be used together"),
         (Work(dataset=path, prefix_len=4), "--prefix-len cannot be used"),
     ):
         with pytest.raises(WrongOptions, match=words):
             plan_of(work)
     path = written(tmp_path, [entry("q" * 40, "a" * 80)])
-    with pytest.raises(WrongOptions, match="longer than the limits"):
+    with pytest.raises(WrongOptions, match="longer than --max-input-len"):
         plan_of(Work(dataset=path, max_input_len=3))

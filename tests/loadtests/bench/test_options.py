@@ -74,7 +74,7 @@ def test_api_follows_from_the_address(address: str, api: str) -> None:
         ("http://h:1 --api grpc", "cannot be used with"),
         ("--timeout 0", "--timeout must be above 0"),
         ("--timeout nan", "--timeout must be above 0"),
-        ("--temperature -1", "--temperature must not be negative"),
+        ("--temperature -1", "--temperature must be 0 or more"),
     ],
 )
 def test_wrong_server_options_are_refused(argv: str, message: str) -> None:
@@ -139,10 +139,10 @@ def test_goals_have_milliseconds_or_a_unit() -> None:
 
 
 def test_wrong_result_options_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(WrongOptions, match="--save-rows needs"):
+    with pytest.raises(WrongOptions, match="--save-rows requires"):
         check_results(Results(save_rows=True))
     for path in (tmp_path, tmp_path / "none" / "o.json"):
-        with pytest.raises(WrongOptions, match="not a file in an existing folder"):
+        with pytest.raises(WrongOptions, match="a file in an existing folder"):
             check_results(Results(save_json=path))
 
 

@@ -38,23 +38,23 @@ def test_azure_rows_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "not JSON"),
-        ("[1]", "not a JSON object"),
-        ("", "not JSON"),
+        ("{", "expected a JSON object"),
+        ("[1]", "found a list of 1 items"),
+        ("", "expected a JSON object"),
         (GOOD.replace('"timestamp": 27, ', ""), "timestamp is missing"),
         (GOOD.replace("27", '"now"'), "timestamp must be"),
         (GOOD.replace("27", "-1"), "timestamp must be"),
         (GOOD.replace("27", "NaN"), "timestamp must be"),
         (GOOD.replace("27", "1e999"), "timestamp must be"),
-        (GOOD.replace("27", "26"), "is before"),
+        (GOOD.replace("27", "26"), "is earlier"),
         (GOOD.replace("513", "0"), "input_length must be"),
         (GOOD.replace("513", "1.5"), "input_length must be"),
         (GOOD.replace("513", "true"), "input_length must be"),
-        (GOOD.replace("513", "512"), "must be 1 ids for 512 tokens"),
+        (GOOD.replace("513", "512"), "must be a list of 1 ids for 512 tokens"),
         (GOOD.replace(": 2,", ": -2,"), "output_length must be"),
-        (GOOD.replace("[4, 9]", "7"), "must be 2 ids"),
-        (GOOD.replace("9]", "4294967296]"), "not a 32-bit id"),
-        (GOOD.replace("9]", '"9"]'), "not a 32-bit id"),
+        (GOOD.replace("[4, 9]", "7"), "must be a list of 2 ids"),
+        (GOOD.replace("9]", "4294967296]"), "expected whole numbers from 0 to"),
+        (GOOD.replace("9]", '"9"]'), "expected whole numbers from 0 to"),
     ],
 )
 def test_error_names_the_bad_mooncake_line(tmp_path: Path, line: str, message: str) -> None:
@@ -67,11 +67,11 @@ def test_error_names_the_bad_mooncake_line(tmp_path: Path, line: str, message: s
     ("line", "message"),
     [
         ("2023-11-16 18:15:46.6805900,374", "expected 3 fields, found 2"),
-        ("yesterday,374,44", "not a date and time"),
+        ("yesterday,374,44", "expected a date and a time"),
         ("2023-11-16 18:15:46,three,44", "ContextTokens must be"),
         ("2023-11-16 18:15:46,3,0", "GeneratedTokens must be"),
         ("2023-11-16 18:15:46,3,-1", "GeneratedTokens must be"),
-        ("2023-11-16 18:15:44,3,1", "is before"),
+        ("2023-11-16 18:15:44,3,1", "is earlier"),
     ],
 )
 def test_error_names_the_bad_azure_line(tmp_path: Path, line: str, message: str) -> None:
@@ -82,7 +82,11 @@ def test_error_names_the_bad_azure_line(tmp_path: Path, line: str, message: str)
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"", "empty"), (b"\xff\xfe\x00", "not a text file"), (b"a,b\n1,2", ":1: neither")],
+    [
+        (b"", "empty"),
+        (b"\xff\xfe\x00", "a text file in UTF-8"),
+        (b"a,b\n1,2", ":1: expected a JSON object with"),
+    ],
 )
 def test_file_that_is_not_a_trace_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "trace"

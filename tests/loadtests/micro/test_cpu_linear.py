@@ -27,7 +27,7 @@ def test_every_form_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 def test_zero_rows_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--rows", "0"]) == 2
-    assert "--rows must be whole numbers" in capsys.readouterr().err
+    assert "--rows must be numbers of 1 or more, not 0" in capsys.readouterr().err
 
 
 def test_unknown_variants_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,7 +54,9 @@ async def test_malformed_message_is_invalid_and_leaves_no_traceback(
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call.read()
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    details = "the message is not a valid grpc.health.v1.HealthCheckRequest"
+    details = (
+        "the message is not a valid grpc.health.v1.HealthCheckRequest: send a message of this type"
+    )
     assert caught.value.details() == details
     assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
 

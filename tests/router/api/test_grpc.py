@@ -205,7 +205,7 @@ INVALID: list[tuple[dict[str, Any], str]] = [
     ({"text": "x", "stop": [""]}, "stop string"),
     ({"text": "x", "sampling": pb.Sampling(regex="(a")}, "unclosed group"),
     ({"text": "x", "sampling": pb.Sampling(json_schema='{"not": {}}')}, "at /not: "),
-    ({"text": "x", "sampling": pb.Sampling(structural_tag="{}")}, "lists structures"),
+    ({"text": "x", "sampling": pb.Sampling(structural_tag="{}")}, "must have structures"),
     ({"text": "x", "sampling": pb.Sampling(regex="a", ignore_eos=True)}, "ignore_eos"),
     ({"text": "x", "stop": ["a"] * 17}, "at most 16 strings"),
     ({"text": "x", "timeout_seconds": -1.0}, "timeout"),
@@ -225,7 +225,7 @@ INVALID: list[tuple[dict[str, Any], str]] = [
         "best_of must be a whole number from 3",
     ),
     ({"text": "x", "sampling": pb.Sampling(logit_bias={5: NAN})}, "logit_bias"),
-    ({"text": "x", "sampling": pb.Sampling(use_beam_search=True)}, "2 to 64 beams: set n"),
+    ({"text": "x", "sampling": pb.Sampling(use_beam_search=True)}, "needs n from 2 to 64"),
     (
         {"text": "x", "sampling": pb.Sampling(use_beam_search=True, n=2, best_of=10**9)},
         "best_of must be a whole number from 2 to 64",

@@ -105,10 +105,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": HI, "documents": ["x"]}, "documents is not valid JSON"),
     ({"messages": HI, "documents": ['{"a": NaN}']}, "documents is not valid JSON"),
     ({"messages": HI, "template_kwargs": "1"}, "template_kwargs must be a JSON object"),
-    ({"messages": HI, "template_kwargs": '{"tools": 1}'}, "tools cannot be set"),
+    ({"messages": HI, "template_kwargs": '{"tools": 1}'}, "contains tools, which the server sets"),
     (message(role="tool", content="x"), "no tool_call_id"),
-    (message(role="user", content="x", reasoning_content="y"), "only messages of the assistant"),
-    (message(role="user", content_list=[pb.ContentPart()]), "a content part is empty"),
+    (message(role="user", content="x", reasoning_content="y"), "which only the role 'assistant'"),
+    (
+        message(role="user", content_list=[pb.ContentPart()]),
+        "a content part of a message has no text",
+    ),
     (
         message(role="user", content="x", content_list=[pb.ContentPart(text="y")]),
         "both content and content_list",

@@ -152,10 +152,10 @@ async def test_tokens_sent_by_a_client_do_not_count_as_generated(
             {"resume_from": [resume_from([5, 6])], "sampling": pb.Sampling(seed=1, max_tokens=1)},
             "max_tokens",
         ),
-        ({"resume_from": [resume_from([5])]}, "give the seed"),
+        ({"resume_from": [resume_from([5])]}, "set the seed"),
         (
             {"resume_from": [resume_from([5]), resume_from([6])], "sampling": pb.Sampling(seed=1)},
-            "twice",
+            "2 entries for 1 choices",
         ),
         (
             {"resume_from": [resume_from([5], choice=10**9)], "sampling": pb.Sampling(seed=1)},

@@ -185,12 +185,12 @@ ONLY_COMPLETIONS = [
     ({"prompt": "x", "suffix": "y"}, "suffix is not supported"),
     ({"prompt": "x", "logprobs": 21}, "logprobs"),
     ({"prompt": "x", "logprobs": -1}, "logprobs"),
-    ({"prompt": "x", "use_beam_search": True}, "takes from 2 to 64 beams: set n in"),
+    ({"prompt": "x", "use_beam_search": True}, "needs n from 2 to 64, not 1"),
     ({"prompt": "x", "use_beam_search": True, "n": 2, "seed": 1}, "leave out seed"),
     ({"prompt": "x", "use_beam_search": True, "n": 2, "top_k": 3}, "leave top_k at 0 or -1"),
     (
         {"prompt": "x", "use_beam_search": True, "n": 9, "max_tokens": 911},
-        "8192 tokens together: with n = 9, ask for max_tokens of at most 910",
+        "8192 tokens in all: set max_tokens to at most 910",
     ),
 ]
 ONLY_CHAT = [

@@ -100,7 +100,7 @@ async def test_tenant_beyond_its_share_is_refused_and_another_is_not(line: Line)
     # One job runs and 25 wait. This is the tenant's share: a quarter of the limit.
     for number in range(26):
         await line.add("greedy", f"g{number}")
-    with pytest.raises(ServingError, match="wait to be processed") as refusal:
+    with pytest.raises(ServingError, match="wait to be tokenized") as refusal:
         await line.line.run("greedy", SIZE, line.job("more"))
     assert refusal.value.code is Code.OVERLOADED
     assert refusal.value.retry_after is not None

@@ -124,5 +124,5 @@ def test_cleared_line_is_empty_and_takes_jobs_again() -> None:
     assert line.clear() == ["x"]
     assert line.num_waiting == 0
     line.add("a", "y", 100 * SIZE)
-    with pytest.raises(ServingError, match="wait to be processed"):
+    with pytest.raises(ServingError, match="wait to be tokenized"):
         line.add("b", "z", SIZE)

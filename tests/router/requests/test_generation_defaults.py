@@ -34,11 +34,11 @@ def test_null_means_absent(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("[]", "not a JSON object"),
+        ("[]", "expected a JSON object"),
         ("{", "not valid JSON"),
         ('{"temperature": "warm"}', "temperature is 'warm'"),
         ('{"top_k": 2.5}', "top_k is 2.5"),
-        ('{"top_k": true}', "top_k is True"),
+        ('{"top_k": true}', "top_k is true"),
         ('{"temperature": 7}', "temperature must be"),
         ('{"top_p": NaN}', "top_p must be"),
         ('{"max_new_tokens": 0}', "max_new_tokens must be"),

@@ -145,14 +145,14 @@ def test_choices_resume_independently() -> None:
         (request_of([7] * 4, max_tokens=3), "4 tokens of choice 0, but max_tokens is 3"),
         (request_of([7] * 100), "but max_tokens is 99"),
         (request_of([7], "error"), "must be stop, length or empty"),
-        (request_of([7], temperature=0.5), "give the seed"),
+        (request_of([7], temperature=0.5), "set the seed"),
         (request_of([7], n=2, best_of=3), "best_of above n returns complete answers"),
         (request_of([], use_beam_search=True, n=2), "a beam search returns complete answers"),
         (
             GenerationRequest([5], SamplingParams(n=2), resume_from={2: ResumeState()}),
             "choice 2, but n is 2",
         ),
-        (request_of([*DOG, 9]), "past the stop string that ends choice 0"),
+        (request_of([*DOG, 9]), "tokens after a stop string, which ends choice 0"),
     ],
 )
 def test_invalid_resume_state_is_refused(request_: GenerationRequest, words: str) -> None:

@@ -229,7 +229,7 @@ async def test_worker_of_another_name_is_refused(
 ) -> None:
     worker.welcome.worker = "somebody"
     await check_refused(
-        worker, received, caplog, "a different worker answers at this address ('somebody')"
+        worker, received, caplog, "worker 'somebody' answers at this address instead"
     )
 
 
@@ -237,7 +237,7 @@ async def test_another_protocol_version_is_refused(
     worker: StubWorker, received: Received, caplog: pytest.LogCaptureFixture
 ) -> None:
     worker.welcome.protocol = 99
-    await check_refused(worker, received, caplog, "another version of the protocol")
+    await check_refused(worker, received, caplog, "of the protocol, this router version")
 
 
 async def test_worker_that_sends_no_welcome_is_refused(

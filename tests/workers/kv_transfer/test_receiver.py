@@ -152,7 +152,10 @@ def header(epoch: int, **other: Any) -> wire.FromSource:
         (introduction(layout="layout bfloat16"), "KV cache is of bfloat16, ours of float32"),
         (introduction(block_size=0), "block size of 0: expected"),
         (introduction(ranks=[]), "0 ranks with"),
-        (introduction(ranks=[wire.Holding(last_layer=3, last_head=1)]), "do not hold the same"),
+        (
+            introduction(ranks=[wire.Holding(last_layer=3, last_head=1)]),
+            "must each contain the same",
+        ),
         (introduction(worker=""), "must be an introduction"),
         (wire.FromSource(end=wire.End(epoch=1)), "must be an introduction"),
     ],
@@ -177,9 +180,9 @@ async def test_incompatible_source_is_refused_with_the_reason(
         ({"last_layer": 4}, "outside"),
         ({"first_head": 2, "last_head": 3}, "outside"),
         ({"bytes": 1 << 40}, "bytes, not"),
-        ({"start": 3}, "begin and end"),
-        ({"source_rank": 1}, "an unknown rank pair"),
-        ({"destination_rank": 1}, "an unknown rank pair"),
+        ({"start": 3}, "not multiples of the block size"),
+        ({"source_rank": 1}, "the unknown rank pair"),
+        ({"destination_rank": 1}, "the unknown rank pair"),
     ],
 )
 async def test_invalid_header_fails_only_its_own_transfer(
@@ -240,7 +243,7 @@ async def test_end_before_all_messages_fails_the_transfer(side: Side, aborted: b
 
 
 @pytest.mark.parametrize(
-    ("again", "reason"), [({"index": 1}, "repeats"), ({"start": 4}, "the same index")]
+    ("again", "reason"), [({"index": 1}, "repeats"), ({"start": 4}, "have the index")]
 )
 async def test_repeated_message_fails_its_transfer(
     side: Side, again: dict[str, Any], reason: str

@@ -81,7 +81,7 @@ def test_ranks_with_the_same_rectangle_take_turns_sending() -> None:
     ],
 )
 def test_ranks_with_other_layers_or_heads_are_refused(theirs: list[LayerHeadRange]) -> None:
-    with pytest.raises(BadShard, match="do not hold the same"):
+    with pytest.raises(BadShard, match="must each contain the same"):
         check_same_coverage([LayerHeadRange(0, 1, 0, 2), LayerHeadRange(1, 2, 0, 2)], theirs)
 
 
@@ -173,8 +173,8 @@ WHOLE = LayerHeadRange(0, 2, 0, 2)
         (Shard(LayerHeadRange(0, 3, 0, 2), 4, 8), 60, "outside"),
         (Shard(LayerHeadRange(0, 2, 2, 3), 4, 8), 20, "outside"),
         (Shard(LayerHeadRange(1, 1, 0, 2), 4, 8), 0, "outside"),
-        (Shard(WHOLE, 5, 8), 40, "begin and end at the edges of blocks"),
-        (Shard(WHOLE, 4, 7), 40, "begin and end at the edges of blocks"),
+        (Shard(WHOLE, 5, 8), 40, "not multiples of the block size"),
+        (Shard(WHOLE, 4, 7), 40, "not multiples of the block size"),
         (Shard(WHOLE, 4, 8), 39, "39 bytes, not 40"),
         (Shard(WHOLE, 4, 13), 1 << 40, "bytes, not 120"),
     ],

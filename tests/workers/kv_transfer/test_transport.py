@@ -17,6 +17,7 @@ from penstock.workers.kv_transfer.transport import (
 )
 
 CPU = torch.device("cpu")
+CLOSED = "the connection of this pair of ranks is closed"
 
 
 def mirrored(seconds: float) -> tuple[MirrorStore, MirrorStore]:
@@ -75,10 +76,10 @@ def test_wait_for_a_value_ends_when_it_arrives_at_the_timeout_or_on_close() -> N
     other.set("late", b"value")
     waiting.join(60)
     assert found == [b"value"]
-    with pytest.raises(PairBroken, match="did not set never"):
+    with pytest.raises(PairBroken, match="did not publish never"):
         one.wait(["never"], timedelta(seconds=0.01))
     one.close()
-    with pytest.raises(PairBroken, match="did not set never"):
+    with pytest.raises(PairBroken, match="did not publish never"):
         one.get("never")
 
 
@@ -106,7 +107,7 @@ def test_closed_pair_fails_on_both_sides(pairs: tuple[RankPair, RankPair]) -> No
     waiting = destination.receive(torch.zeros(1))
     source.close()
     source.close().result(60)
-    assert broken(lambda: source.send(torch.zeros(1))) == "the pair is closed"
+    assert broken(lambda: source.send(torch.zeros(1))) == CLOSED
     assert broken(lambda: finish(waiting))
 
 
@@ -122,7 +123,7 @@ def test_operations_in_progress_end_before_the_pair_is_released(
 def test_connecting_without_a_peer_times_out() -> None:
     store = MirrorStore(lambda key, value: None, 0.1)
     pair = RankPair(SOURCE, store, CPU, "127.0.0.1", 0.1)
-    assert "did not set" in broken(lambda: pair.connected().result(60))
+    assert "did not publish" in broken(lambda: pair.connected().result(60))
     assert broken(lambda: pair.send(torch.zeros(1)))
     pair.close().result(60)
 
@@ -167,8 +168,11 @@ def test_polled_operation_fails_with_its_backend_at_its_timeout_and_when_the_pai
     failed.is_done = True
     for operation, reason in (
         (polled(failed), "remote process exited"),
-        (polled(PolledWork(), seconds=0.0), "Timed out after 0 s"),
-        (polled(PolledWork(), over=True), "the pair is closed"),
+        (
+            polled(PolledWork(), seconds=0.0),
+            "Timed out after 0 s: the peer did not transfer the message",
+        ),
+        (polled(PolledWork(), over=True), CLOSED),
     ):
         assert operation.ready()
         assert broken(operation.check) == reason

@@ -141,5 +141,5 @@ def test_what_is_not_served_is_refused_by_name(config: dict[str, Any], message: 
 
 
 def test_config_that_is_no_object_is_refused() -> None:
-    with pytest.raises(BadCheckpoint, match="quantization_config is 'int4', not an object"):
+    with pytest.raises(BadCheckpoint, match="quantization_config is 'int4': expected an object"):
         read("int4")

@@ -270,14 +270,14 @@ def test_steps_are_committed_oldest_first_and_at_most_two_in_flight() -> None:
     second = batcher.plan()
     assert first is not None
     assert second is not None
-    with pytest.raises(ValueError, match="two steps"):
+    with pytest.raises(ValueError, match="2 steps"):
         batcher.plan()
-    with pytest.raises(ValueError, match="not the first"):
+    with pytest.raises(ValueError, match="not the oldest"):
         batcher.commit(second, np.zeros(1, np.int32))
-    with pytest.raises(ValueError, match="one token for each"):
+    with pytest.raises(ValueError, match="expected"):
         batcher.commit(first, np.zeros(2, np.int32))
     with pytest.raises(ValueError, match="not the newest"):
         batcher.withdraw(first)
     batcher.commit(first, np.zeros(1, np.int32))
-    with pytest.raises(ValueError, match="not the first"):
+    with pytest.raises(ValueError, match="not the oldest"):
         batcher.commit(first, np.zeros(1, np.int32))

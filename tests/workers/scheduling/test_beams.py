@@ -261,7 +261,7 @@ def test_search_that_can_never_fit_is_refused() -> None:
     with pytest.raises(NeverFits, match=r"5 choices .* at most 4"):
         bench.batcher.submit(search_of_9_tokens(width=5))
     # The beams share the prompt's 2 full blocks. Each beam may need 5 more blocks.
-    with pytest.raises(NeverFits, match=r"4 beams of 28 tokens may need 22 blocks .* has 20"):
+    with pytest.raises(NeverFits, match=r"4 beams of 28 tokens may need 22 KV blocks .* has 20"):
         bench.batcher.submit(search_of_9_tokens(width=4, max_tokens=20))
     new = search_of_9_tokens(width=4, max_tokens=16)
     bench.submit(new)

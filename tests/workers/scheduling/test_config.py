@@ -14,7 +14,7 @@ def test_sequence_that_can_never_fit_is_refused() -> None:
         (sequence("a", [1] * 64, 3), "no room for an answer"),
         (sequence("a", [1] * 20, 30), "KV cache"),
         (sequence("a", [1], 2, log=(1, 2)), "max_tokens"),
-        (sequence("a", [1, 2], 2, source_len=2), "the source offers 2 KV positions"),
+        (sequence("a", [1, 2], 2, source_len=2), "the KV transfer offers 2 positions"),
     ):
         with pytest.raises(NeverFits, match=word):
             batcher.submit(new)

@@ -80,7 +80,7 @@ async def test_commands_for_a_sequence_reach_the_engine_after_it(router: Attache
         ("json", '{"not": {}}', [], "at /not: "),
         ("xml", "x", [], "kind 'xml'"),
         ("regex", "(a", [], "unclosed group"),
-        ("regex", "[0-9]+", TOKENIZER.encode("x"), "tokens of the answer so far do not match"),
+        ("regex", "[0-9]+", TOKENIZER.encode("x"), "grammar does not allow the 1 tokens"),
     ],
 )
 async def test_form_that_cannot_be_followed_is_rejected_for_ever(
@@ -133,6 +133,6 @@ async def test_model_without_a_tokenizer_rejects_forms_by_name(tmp_path: Path) -
     params = constrained(20, form("regex", "a"))
     await attached.submit(1, [5, 6], params)
     await attached.until(lambda: rejections(attached))
-    assert "holds no tokenizer.json" in rejections(attached)[0][2]
+    assert "has no tokenizer.json" in rejections(attached)[0][2]
     await attached.close()
     await bare.stop()

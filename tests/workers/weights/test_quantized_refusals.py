@@ -205,5 +205,5 @@ def test_architecture_without_a_native_decoder_is_refused(tmp_path: Path) -> Non
     path.write_text(json.dumps(values))
     with pytest.raises(UnsupportedModel, match="quantized weights are supported for native"):
         check_config(tmp_path)
-    with pytest.raises(UnsupportedModel, match="a quantized checkpoint is supported for native"):
+    with pytest.raises(UnsupportedModel, match="a quantized checkpoint is not supported, because"):
         loading.load(tmp_path, "auto", CPU)

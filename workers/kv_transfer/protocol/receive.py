@@ -156,11 +156,11 @@ class _IncomingTransfer:
         expected = self.expected
         named = (header.router, header.request, header.attempt)
         if named != (expected.router, expected.request, expected.attempt):
-            raise BadShard("a message of another request came with this transfer's epoch")
+            raise BadShard(f"a message of {named} has the epoch of another request")
         if self.peer is None or header.pair not in self.peer.pairs:
-            raise BadShard("a message was announced for an unknown rank pair")
+            raise BadShard(f"a message was announced for the unknown rank pair {header.pair}")
         if header.index in self.pieces:
-            raise BadShard(f"two messages have the same index {header.index}")
+            raise BadShard(f"two messages of a transfer have the index {header.index}")
         rank = header.pair[1]
         self.coverages[rank].announce(header.shard, header.num_bytes)
         self.pieces[header.index] = rank, header.shard

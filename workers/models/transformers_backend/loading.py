@@ -77,13 +77,13 @@ def _their_config(architecture: str, folder: Path) -> Any:
     if kind is None:
         raise Unsupported(f"transformers has no causal language model for a {type(found).__name__}")
     if kind.__name__ != architecture:
-        raise Unsupported(f"its configuration is that of {kind.__name__} in transformers")
+        raise Unsupported(f"transformers reads its configuration as that of a {kind.__name__}")
     if found.is_encoder_decoder:
-        raise Unsupported("it has an encoder")
+        raise Unsupported("the model has an encoder, and only decoders are supported")
     if kind._is_stateful and not _only_attends(found):
-        raise Unsupported("it keeps other state than keys and values")
+        raise Unsupported("the model keeps other state than keys and values between tokens")
     if not kind._supports_attention_backend:
-        raise Unsupported("its attention does not use the attention interface of transformers")
+        raise Unsupported("the model's code does not use the attention interface of transformers")
     return found.get_text_config(decoder=True)  # for text-only models, this returns `found` itself
 
 
@@ -105,15 +105,17 @@ def _positions(theirs: Any, max_model_len: int | None) -> int:
     """
     longest = getattr(theirs, "max_position_embeddings", None)
     if type(longest) is not int or longest < 4:
-        raise Unsupported("its configuration has no valid max_position_embeddings")
+        raise Unsupported(
+            f"max_position_embeddings is {longest!r:.40}: expected a whole number of 4 or more"
+        )
     used = min(longest, max_model_len or longest)
     ropes = getattr(theirs, "rope_parameters", None) or {}
     for rope in (ropes, *(each for each in ropes.values() if isinstance(each, dict))):
         original = rope.get("original_max_position_embeddings") or longest
         if rope.get("rope_type") == "longrope" and used > original:
             raise Unsupported(
-                "its longrope depends on the longest sequence of a batch: set max_model_len to "
-                f"{original} or less"
+                f"beyond {original} positions, its rope_type longrope would depend on the longest "
+                f"sequence of a batch: set max_model_len to {original} or less"
             )
     return used
 
@@ -158,7 +160,9 @@ def _probe(
     except Unsupported:
         raise
     except Exception as error:  # with our attention, the model's code can raise any exception
-        raise Unsupported(f"it does not work with our attention: {_first_line(error)}") from None
+        raise Unsupported(
+            f"the model's code fails with Penstock's attention: {_first_line(error)}"
+        ) from None
     return _spec(calls, longest, eos_tokens, name, vocab_size)
 
 
@@ -174,7 +178,10 @@ def _layers_kept(theirs: Any) -> list[Any]:
     layers: list[Any] = DynamicCache(config=theirs).layers
     for layer in layers:
         if type(layer).__name__ not in _CACHE_LAYERS:
-            raise Unsupported(f"its cache has layers of type {type(layer).__name__}")
+            raise Unsupported(
+                f"the model's cache has layers of type {type(layer).__name__}: expected "
+                f"{', '.join(_CACHE_LAYERS)}"
+            )
     return layers
 
 
@@ -183,7 +190,10 @@ def _check_windows(calls: list[AttentionCall], kept: list[Any], longest: int) ->
     for layer, call in zip(kept, calls, strict=True):
         window = getattr(layer, "sliding_window", 0)
         if window != call.window and 0 < window < longest:
-            raise Unsupported(f"its cache keeps {window} positions, but its masks keep others")
+            raise Unsupported(
+                f"a layer's cache has a window of {window} positions, but its mask has a window of "
+                f"{call.window} (0: none)"
+            )
 
 
 def _check_head(model: TransformersModel) -> int:
@@ -193,7 +203,7 @@ def _check_head(model: TransformersModel) -> int:
         expected = model.whole(tokens, position_ids=tokens[None])
         found = model.logits(model.hidden(tokens, tokens))
     if not torch.allclose(found, expected, rtol=1e-3, atol=1e-3):
-        raise Unsupported("its head needs more than the last hidden states")
+        raise Unsupported("the model's logits depend on more than its last hidden states")
     return found.shape[1]
 
 

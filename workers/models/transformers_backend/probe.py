@@ -36,10 +36,10 @@ class MaskProbe:
         """Raise `Unsupported`, because a model that reads attributes of a mask computes with it."""
         if name.startswith("__"):
             raise AttributeError(name)
-        raise Unsupported("its own code computes with attention masks")
+        raise Unsupported("the model's code computes with attention masks")
 
     def __getitem__(self, index: object) -> object:
-        raise Unsupported("its own code computes with attention masks")
+        raise Unsupported("the model's code computes with attention masks")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +76,17 @@ class RecordingAttention:
     def _record(self, module: Any, heads: Qkv, mask: object, options: dict[str, Any]) -> None:
         layer = getattr(module, "layer_idx", None)
         if type(layer) is not int or layer in self.calls:
-            raise Unsupported("a layer does not compute attention exactly once")
+            raise Unsupported(f"layer {layer!r:.40} does not compute attention exactly once")
         window = _window_of(module, mask, options)
         check_options(module, options)
         score_mod_of(options, heads.query)
         num_heads, num_kv_heads = heads.query.shape[1], heads.keys.shape[1]
         if heads.values.shape[1] != num_kv_heads or num_heads % num_kv_heads:
-            raise Unsupported(f"layer {layer} has {num_heads} heads over {num_kv_heads} KV heads")
+            raise Unsupported(
+                f"layer {layer} has {num_heads} query heads, {num_kv_heads} heads of keys and "
+                f"{heads.values.shape[1]} heads of values: expected as many heads of values as of "
+                "keys, and a multiple of them as query heads"
+            )
         head_dim = max(heads.keys.shape[2], heads.values.shape[2])
         self.calls[layer] = AttentionCall(num_heads, num_kv_heads, head_dim, window)
 
@@ -92,9 +96,12 @@ def _window_of(module: Any, mask: object, options: dict[str, Any]) -> int:
     if mask is None:
         return int(window or 0)
     if not isinstance(mask, MaskProbe):
-        raise Unsupported("its own code makes attention masks")
+        raise Unsupported("the model's code makes its own attention masks")
     if window and mask.window not in (0, window):
-        raise Unsupported(f"a layer has two windows, {mask.window} and {window}")
+        raise Unsupported(
+            f"a layer has a window of {window} positions, but its mask has a window of "
+            f"{mask.window}"
+        )
     return mask.window
 
 
@@ -103,14 +110,14 @@ def check_options(module: Any, options: dict[str, Any]) -> None:
     known = {"scaling", "softcap", "s_aux", "sliding_window", "dropout", "is_causal"}
     for name, value in options.items():
         if name not in known | IGNORED_OPTIONS and value is not None and value is not False:
-            raise Unsupported(f"it passes {name} to its attention")
+            raise Unsupported(f"a layer passes the unsupported option {name} to its attention")
     causal = options.get("is_causal")
     if not (getattr(module, "is_causal", True) if causal is None else causal):
-        raise Unsupported("its attention is not causal")
+        raise Unsupported("a layer's attention is not causal")
     if options.get("dropout"):
-        raise Unsupported("its attention uses dropout")
+        raise Unsupported(f"a layer's attention has a dropout of {options['dropout']}: expected 0")
     if getattr(module, "sinks", None) is not None and options.get("s_aux") is None:
-        raise Unsupported("it has attention sinks that it does not pass to its attention")
+        raise Unsupported("a layer has attention sinks that it does not pass to its attention")
 
 
 def read_window(options: dict[str, Any], max_model_len: int) -> int:
@@ -141,7 +148,7 @@ def read_window(options: dict[str, Any], max_model_len: int) -> int:
         if 0 <= position <= last:
             expected = (positions <= position) & (positions > position - window)
             if not torch.equal(row_of(position), expected):
-                raise Unsupported("its masks are neither causal nor sliding windows")
+                raise Unsupported("a layer's mask is neither causal nor a causal sliding window")
     return window if window < max_model_len else 0
 
 
@@ -177,8 +184,8 @@ def _probe_at(run: Run, positions: Tensor, max_model_len: int) -> dict[int, Atte
     difference = (torch.cat(unbatched) - together).abs().max()
     if not difference <= _TOLERANCE[together.dtype] * together.abs().max():
         raise Unsupported(
-            "its tokens interact outside of attention (as in a convolution or a recurrence), or it "
-            "ignores the given positions"
+            "tokens interact outside of attention (as in a convolution or a recurrence), or the "
+            "model ignores the given positions"
         )
     return recorder.calls
 
@@ -187,15 +194,16 @@ def check_layers(calls: dict[int, AttentionCall], num_layers: int) -> list[Atten
     """Return the calls in layer order; raise `Unsupported` if one cache cannot hold all layers."""
     if sorted(calls) != list(range(num_layers)):
         raise Unsupported(
-            f"only {len(calls)} of its {num_layers} layers use the attention interface"
+            f"{len(calls)} of the model's {num_layers} layers use the attention interface: "
+            "expected all layers"
         )
     found = [calls[layer] for layer in range(num_layers)]
     most = max(call.num_kv_heads for call in found)
     for layer, call in enumerate(found):  # `PagedAttention` repeats heads up to `most` KV heads
         if most % call.num_kv_heads or call.num_heads % most:
             raise Unsupported(
-                f"layer {layer} has {call.num_heads} heads over {call.num_kv_heads} KV heads, but "
-                f"another has {most} KV heads: {most} must be a multiple of {call.num_kv_heads} "
-                f"and divide {call.num_heads}"
+                f"layer {layer} has {call.num_heads} query heads and {call.num_kv_heads} KV heads, "
+                f"but another layer has {most} KV heads: {most} must be a multiple of "
+                f"{call.num_kv_heads} and divide {call.num_heads}"
             )
     return found

@@ -163,7 +163,7 @@ class DestinationProcess:
         async with asyncio.timeout(SECONDS):
             line = await self._process.stdout.readline()
         if not line:
-            raise TransferFailed("the destination process ended")
+            raise TransferFailed("the destination process ended before its reply")
         message: dict[str, Any] = json.loads(line)
         return message
 
@@ -206,7 +206,9 @@ async def _alternate(side: Side, destination: DestinationProcess, address: str) 
         await source.send(address, epoch, work.num_tokens, side.blocks)
         result = await destination.answer()
         if result["reason"] or result["bytes"] != work.num_bytes:
-            raise TransferFailed(f"the transfer failed: {result}")
+            raise TransferFailed(
+                f"a transfer of {work.num_bytes} bytes failed; its result is {result}"
+            )
         return float(result["cpu"])
 
     async def bare() -> float:
@@ -230,7 +232,7 @@ async def _alternate(side: Side, destination: DestinationProcess, address: str) 
     fingerprint = side.fingerprint()
     destination.request("fingerprint")
     if (await destination.answer())["fingerprint"] != fingerprint:
-        raise TransferFailed("the received blocks differ from the sent ones")
+        raise TransferFailed("the fingerprint of the received blocks is not that of the sent ones")
     source.stop()
     return {
         "bytes": work.num_bytes,

@@ -39,7 +39,7 @@ def test_missing_environments_are_named_with_the_command_that_installs_them(
     assert main(["--routers", "litellm", "sglang-router"]) == 2
     error = capsys.readouterr().err
     command = "python -m penstock.loadtests.comparison.routers --install"
-    assert f"run `{command} --routers sglang-router litellm`" in error
+    assert f"Run `{command} --routers sglang-router litellm`" in error
     assert error.count("\n") == 1
 
 

@@ -81,7 +81,7 @@ def test_trees_are_compared_if_they_moved_the_same_bytes(
     assert "then / now, CPU time of a transfer: 4 (80% of 2: 4 to 4)" in printed
     fingerprints += ["a", "a", "a", "b"]
     assert transfer.main(flags) == 1
-    assert "different bytes" in capsys.readouterr().err
+    assert "different data" in capsys.readouterr().err
 
 
 @pytest.fixture

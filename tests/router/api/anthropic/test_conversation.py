@@ -214,7 +214,7 @@ def test_thinking_needs_a_model_that_has_the_mode(
     if allowed:
         body.check_model(known, reasons)
         return
-    with pytest.raises(ServingError, match="thinking: this model"):
+    with pytest.raises(ServingError, match="because this model"):
         body.check_model(known, reasons)
 
 

@@ -51,7 +51,7 @@ def test_response_above_the_limit_is_not_stored_and_removes_none() -> None:
     store = ResponseStore(StoreLimits(tenant_bytes=2 * ENTRY_BYTES))
     assert store.max_bytes == 2 * ENTRY_BYTES
     store.put("t", response("a"))
-    with pytest.raises(ValueError, match="b has 6144 bytes, more than 4096"):
+    with pytest.raises(ValueError, match="response b has 6144 bytes; at most 4096"):
         store.put("t", response("b", 2 * ENTRY_BYTES))
     assert names(store, "t", "ab") == "a"
 

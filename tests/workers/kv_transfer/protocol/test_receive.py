@@ -207,7 +207,7 @@ def test_message_larger_than_a_buffer_fails_its_transfer_and_is_not_received() -
     assert Reply(generation, Credit(large, 0, True)) in commands
     (failed,) = of(commands, Finished)
     assert failed.result.reason == (
-        "a message of 24 bytes: expected at most 12, the size of a message buffer"
+        "a message has 24 bytes, expected at most 12, the size of a message buffer"
     )
 
 

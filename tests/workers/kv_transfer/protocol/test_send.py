@@ -185,7 +185,7 @@ def test_broken_channel_keeps_blocks_pinned_while_a_rank_reads_them() -> None:
         Unpin(waiting),
         Sent(waiting, "the test"),
     ]
-    source.moved(1, 0, broken="the pair is closed")
+    source.moved(1, 0, broken="the connection of this pair of ranks is closed")
     assert source.protocol.commands() == [Unpin(reading), Sent(reading, "the test")]
     late = source.send(outgoing(3, 1))
     assert source.protocol.commands() == [Unpin(late), Sent(late, "the test")]
