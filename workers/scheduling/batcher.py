@@ -34,6 +34,8 @@ from penstock.workers.scheduling.waiting import make_sequence_states
 
 __all__ = ["Batcher", "SchedulerConfig"]
 
+_NONE = int(FinishReason.NONE)  # access to an enum member is slow
+
 
 class Batcher:
     """Continuous batching over one block pool.
@@ -43,9 +45,9 @@ class Batcher:
     Between `plan` and `commit`, any method may be called: sequences keep their rows and blocks.
     """
 
-    def __init__(self, limits: SchedulerConfig) -> None:
+    def __init__(self, limits: SchedulerConfig, table: SequenceTable | None = None) -> None:
         self.limits = limits
-        self.state = state = SchedulerState(limits)
+        self.state = state = SchedulerState(limits, table)
         self.table, self.pool = state.table, state.pool
         self._waiting, self._batch, self._leases = state.waiting, state.batch, state.leases
         self._in_flight, self._fast_path = state.in_flight, state.fast_path
@@ -254,7 +256,7 @@ class Batcher:
             output = append_forced(self.state, output, forced)
         due = np.concatenate((rows, drawing)) if len(plan.forks) else rows
         due = due[table.num_tokens[due] >= table.yield_len[due]]
-        ended = output.rows[output.finishes != FinishReason.NONE].tolist()
+        ended = output.rows[output.finishes != _NONE].tolist()
         for row in ended:
             self._groups.finish_row(row)
         for row in due.tolist():

@@ -23,7 +23,7 @@ class BlockGrowth:
         """Return how many blocks must be taken to compute the next `counts` tokens of `rows`."""
         ends = self._table.num_computed[rows] + counts
         missing = int(self._table.num_missing_blocks(rows, ends).sum())
-        return missing + self.num_copies(rows[counts > 0])
+        return missing + (self.num_copies(rows[counts > 0]) if self.shared_rows else 0)
 
     def grow(self, rows: Ints, counts: Ints) -> Ints:
         """Take the blocks for the next `counts` tokens of these rows.

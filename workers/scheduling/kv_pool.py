@@ -54,6 +54,11 @@ class BlockPool:
         self._lru: OrderedDict[int, None] = OrderedDict()  # cached blocks, in order of eviction
         self.published = PublishedBlocks(num_blocks)
 
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Number of blocks in each state, in the order of `State`."""
+        return tuple(self._counts)
+
     def num(self, state: State) -> int:
         return self._counts[state]
 
@@ -82,17 +87,19 @@ class BlockPool:
         if num_evicted:
             evicted = np.array([self._evict() for _ in range(num_evicted)], np.int32)
             blocks = np.concatenate((blocks, evicted))
-        self._holders[hold, blocks] = 1
-        self.state[blocks] = hold
-        self._counts[hold] += num
+        kind = int(hold)  # numpy converts an enum member slowly
+        self._holders[kind][blocks] = 1
+        self.state[blocks] = kind
+        self._counts[kind] += num
         self._counts[_FREE] -= from_free
         self._counts[_CACHED] -= num_evicted
         return blocks
 
     def retain(self, blocks: Ints, hold: Hold) -> None:
         """Add a holder to each block; the blocks must be held or cached."""
-        self._holders[hold, blocks] += 1
-        self._update_states(blocks[self.state[blocks] > hold])
+        kind = int(hold)
+        self._holders[kind][blocks] += 1
+        self._update_states(blocks[self.state[blocks] > kind])
 
     def move(self, blocks: Ints, old: Hold, new: Hold) -> None:
         """For each block, turn one holder of kind `old` into one holder of kind `new`."""
@@ -102,8 +109,9 @@ class BlockPool:
 
     def release(self, blocks: Ints, hold: Hold) -> None:
         """Remove a holder; a block without holders becomes cached if published, otherwise free."""
-        left = self._holders[hold, blocks] - 1
-        self._holders[hold, blocks] = left
+        holders = self._holders[int(hold)]
+        left = holders[blocks] - 1
+        holders[blocks] = left
         self._update_states(blocks[left == 0])
 
     def num_copies(self, blocks: Ints) -> int:

@@ -43,20 +43,25 @@ def split_token_budget(remaining: Ints, decode_lens: Ints, budget: int) -> Ints:
         decode_lens: [B] a row with at most this many uncomputed tokens is decoding.
         budget: the most tokens of the step.
     """
-    if (remaining == 1).all():
-        return np.ones(len(remaining), np.int32)
-    decodes = remaining <= decode_lens
-    left = budget - int(np.count_nonzero(decodes))
-    forced = _in_order(np.where(decodes, remaining - 1, 0), left)
-    chunks = _in_order(np.where(decodes, 0, remaining), left - int(forced.sum()))
-    return (decodes + forced + chunks).astype(np.int32)
-
-
-def _in_order(wanted: Ints, budget: int) -> Ints:
-    """Return [B] tokens per row, at most `wanted`; `budget` is given to earlier rows first."""
-    before = np.cumsum(wanted) - wanted
-    got: Ints = np.minimum(np.maximum(budget - before, 0), wanted)
-    return got
+    counts = np.ones(len(remaining), np.int32)
+    (more,) = (remaining != 1).nonzero()
+    if not more.size:
+        return counts
+    decodes = remaining[more] <= decode_lens[more]
+    num_chunks = len(more) - int(np.count_nonzero(decodes))
+    left = max(budget - (len(remaining) - num_chunks), 0)
+    # The rows of `more` are few, so that a loop takes less time than array operations.
+    rows = list(zip(more.tolist(), remaining[more].tolist(), decodes.tolist(), strict=True))
+    for row, num, is_decode in rows:
+        if is_decode:
+            forced = min(left, num - 1)
+            counts[row] = 1 + forced
+            left -= forced
+    for row, num, is_decode in rows:
+        if not is_decode:
+            counts[row] = chunk = min(left, num)
+            left -= chunk
+    return counts
 
 
 class RunningBatch:

@@ -28,12 +28,18 @@ class SchedulerState:
 
     `Batcher` changes this state only through `Admission`, `Preemption`, `SequenceGroups` and the
     objects of the state itself.
+
+    Args:
+        limits: limits of the scheduler.
+        table: the empty sequence table to use; None makes one.
     """
 
-    def __init__(self, limits: SchedulerConfig) -> None:
+    def __init__(self, limits: SchedulerConfig, table: SequenceTable | None = None) -> None:
         self.limits = limits
         self.pool = BlockPool(limits.num_blocks)
-        self.table = SequenceTable(limits.max_sequences, limits.max_model_len, limits.block_size)
+        if table is None:
+            table = SequenceTable(limits.max_sequences, limits.max_model_len, limits.block_size)
+        self.table = table
         self.waiting = WaitingQueue()
         self.batch = RunningBatch(self.table, self.pool)
         self.leases = Leases(self.pool, int(limits.num_blocks * limits.lease_fraction))

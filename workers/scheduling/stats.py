@@ -12,23 +12,32 @@ from penstock.workers.scheduling.waiting import SequencePhase, SequenceState
 
 def worker_load(state: SchedulerState) -> WorkerLoad:
     """Return the scheduler's part of the worker load; the engine adds data about its steps."""
-    rows, pool, totals = state.batch.rows, state.pool, state.totals
-    remaining = state.table.num_tokens[rows] - state.table.num_computed[rows]
+    totals = state.totals
+    queued, queued_tokens, running = queue_sizes(state)
+    used, leased, reserved, cached, free = state.pool.counts
     return WorkerLoad(
-        queued=len(state.waiting),
-        queued_tokens=state.waiting.num_tokens + int(remaining[remaining > 1].sum()),
-        running=len(state.batch),
-        free_blocks=pool.num(State.FREE),
-        cached_blocks=pool.num(State.CACHED),
-        leased_blocks=pool.num(State.LEASED),
-        reserved_blocks=pool.num(State.RESERVED),
-        used_blocks=pool.num(State.USED),
+        queued=queued,
+        queued_tokens=queued_tokens,
+        running=running,
+        free_blocks=free,
+        cached_blocks=cached,
+        leased_blocks=leased,
+        reserved_blocks=reserved,
+        used_blocks=used,
         prompt_tokens_computed=totals.computed,
         prompt_tokens_cached=totals.cached,
         preemptions=totals.preemptions,
         unwritten_slots=state.batch.num_unwritten(),
         receiving=state.batch.num_receiving,
     )
+
+
+def queue_sizes(state: SchedulerState) -> tuple[int, int, int]:
+    """Return `queued`, `queued_tokens` and `running` of the worker load."""
+    rows, waiting = state.batch.rows, state.waiting
+    remaining = state.table.num_tokens[rows] - state.table.num_computed[rows]
+    queued_tokens = waiting.num_tokens + int(remaining[remaining > 1].sum())
+    return len(waiting), queued_tokens, len(state.batch)
 
 
 def debug_state(state: SchedulerState, sequences: Collection[SequenceState]) -> dict[str, Any]:

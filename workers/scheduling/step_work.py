@@ -29,6 +29,8 @@ def step_work(plan: StepPlan) -> StepWork:
     contexts = plan.context_lens
     tokens, sequences, pairs = len(plan.tokens), len(contexts), 0.0
     if tokens > sequences:
-        sizes = np.diff(plan.query_starts).astype(np.int64)
-        pairs = float((sizes * (contexts - sizes / 2))[sizes > 1].sum())
+        sizes = plan.query_starts[1:] - plan.query_starts[:-1]
+        (long,) = (sizes > 1).nonzero()  # few rows, so that a loop is faster than array operations
+        for size, context in zip(sizes[long].tolist(), contexts[long].tolist(), strict=True):
+            pairs += size * (context - size / 2)
     return StepWork(tokens, sequences, int(contexts.sum(dtype=np.int64)), pairs)

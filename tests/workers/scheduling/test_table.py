@@ -57,7 +57,8 @@ def test_computing_again_below_the_known_logprobs_requests_none_twice() -> None:
     table.prompt_known[rows] = 1, 6
     table.record_scored(rows, ints(3, 1))
     assert table.prompt_known[rows].tolist() == [4, 6]
-    assert table.scored(rows.repeat(6), np.tile(np.arange(6, dtype=np.int32), 2)).tolist() == [
+    positions = np.tile(np.arange(6, dtype=np.int32), 2)
+    assert table.scored(rows, ints(6, 6), positions).tolist() == [
         *(3, 4, 5),
         11,
     ]
