@@ -19,6 +19,7 @@ class Executor(Protocol):
     """Interface of a simulated model with its KV cache."""
 
     slowness: float  # factor of step times; infinite if steps hang
+    reads_tokens: bool  # whether steps depend on the tokens, positions and slots of their plans
 
     def admit(self, row: int, params: SamplingParams) -> None:
         """Set the sampling parameters of a new sequence in its row of the sequence table."""
@@ -70,6 +71,7 @@ class TimedHashModel:
         max_forced: int,
     ) -> None:
         self.slowness = 1.0
+        self.reads_tokens = True
         self._num_rows = num_rows
         self._max_forced = max_forced
         # Masks, which are created for the first sequence that needs them.

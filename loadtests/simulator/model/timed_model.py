@@ -21,6 +21,7 @@ class TimedModel:
 
     def __init__(self, timing: Timing, seed: int = 0, worker: str = "") -> None:
         self.slowness = 1.0
+        self.reads_tokens = False
         self._timing = timing
         self._jitter = StepJitter(timing.jitter, seed, worker) if timing.jitter else None
 

@@ -1,10 +1,11 @@
 """Virtual time, and simulated processes that can be stopped, continued and killed."""
 
 import gc
-import heapq
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from heapq import heappop, heappush
 from typing import TypeAlias
 
 Act: TypeAlias = Callable[[], None]
@@ -36,7 +37,8 @@ class Clock:
     def at(self, time: float, act: Act) -> None:
         """Schedule `act` at `time`, or now if `time` has passed."""
         self._num_scheduled += 1
-        heapq.heappush(self._heap, (max(time, self.now), self._num_scheduled, act))
+        due = time if time > self.now else self.now
+        heappush(self._heap, (due, self._num_scheduled, act))
 
     def after(self, seconds: float, act: Act) -> None:
         """Schedule `act` after `seconds`."""
@@ -54,7 +56,7 @@ class Clock:
 
     def step(self) -> None:
         """Advance to the next event and run it."""
-        self.now, _, act = heapq.heappop(self._heap)
+        self.now, _, act = heappop(self._heap)
         act()
 
     def run(self, until: float) -> None:
@@ -83,11 +85,11 @@ class Process:
 
     def after(self, seconds: float, act: Act) -> None:
         """Run `act` in this process after `seconds`, like a timer of the process."""
-        self.clock.after(seconds, lambda: self.take(act))
+        self.clock.after(seconds, partial(self.take, act))
 
     def at(self, time: float, act: Act) -> None:
         """Run `act` in this process at `time`, like a timer of the process."""
-        self.clock.at(time, lambda: self.take(act))
+        self.clock.at(time, partial(self.take, act))
 
     def take(self, act: Act) -> None:
         """Run `act` in this process now, or as soon as the stopped process continues."""

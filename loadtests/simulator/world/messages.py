@@ -45,13 +45,12 @@ class NewTokens:
             [key.request for key in keys],
             [key.attempt for key in keys],
         )
-        everything = len(rows) == len(output.keys)
-        self.tokens = tokens if everything else tokens[:, rows]
-        self._choices, self._finishes = (
-            output.choices[rows].tolist(),
-            output.finishes[rows].tolist(),
-        )
-        self._indices = output.indices[rows]
+        choices, finishes, indices = output.choices, output.finishes, output.indices
+        if len(rows) < len(output.keys):
+            tokens, choices = tokens[:, rows], choices[rows]
+            finishes, indices = finishes[rows], indices[rows]
+        self.tokens, self._indices = tokens, indices
+        self._choices, self._finishes = choices.tolist(), finishes.tolist()
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -64,6 +63,12 @@ class NewTokens:
     def columns(self, first: int, end: int) -> TokenColumns:
         """Return the tokens of steps `first` to `end - 1` as one set of columns."""
         num = end - first
+        if num == 1:
+            positions = (self._indices + first).tolist()
+            tokens = self.tokens[first].tolist()
+            return TokenColumns(
+                self._requests, self._attempts, self._choices, positions, tokens, self._finishes
+            )
         positions = self._indices + np.arange(first, end, dtype=np.int32)[:, None]
         return TokenColumns(
             self._requests * num,

@@ -2,6 +2,7 @@
 
 from collections import defaultdict, deque
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from penstock.loadtests.simulator.world.clock import Act, Clock, Process
@@ -123,14 +124,14 @@ class Pipe:
             self._to.disturbed(self._due)
         late = LATE_SECONDS if how == "reorder" else 0.0
         for due in (self._due + late,) if how != "duplicate" else (self._due, self._due):
-            network.clock.at(due, lambda: self._arrive(number, act))
+            network.clock.at(due, partial(self._arrive, number, act))
 
     def _arrive(self, number: int, act: Act) -> None:
         healed = self._network.cut_until(self._way)
         if healed > self._network.clock.now:
             self._network.clock.at(healed, lambda: self._arrive(number, act))
         else:
-            self._to.take(lambda: self._read(number, act))
+            self._to.take(partial(self._read, number, act))
 
     def is_next(self, number: int) -> bool:
         """Return True if `number` is the next message to read."""

@@ -1,5 +1,6 @@
 """A simulated router: the production dispatcher with links to workers in virtual time."""
 
+from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -234,7 +235,9 @@ class Router:
 
     def _hashes(self, request: ev.Request) -> Mapping[int, Sequence[int]]:
         root = root_hash(self.hash_key, request.salt)
-        tokens = np.array(request.prompt, np.int32).tobytes()
+        prompt = request.prompt
+        packed = prompt if isinstance(prompt, array) else np.array(prompt, np.int32)
+        tokens = packed.tobytes()
         return {size: _short_hashes(root, tokens, size) for size in self.block_sizes}
 
     def cancel(self, request: int) -> None:

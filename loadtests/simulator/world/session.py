@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from penstock.common.worker_load import WorkerLoad
@@ -57,8 +58,7 @@ class Session:
     def send(self, event: object, now: float) -> None:
         """Send an event or `SteppedRuns` to the router at `now`, which may be in the past."""
         self.last_sent_at = now
-        deliver = self.deliver
-        self.stream.up.send(lambda: deliver(event), sent=now)
+        self.stream.up.send(partial(self.deliver, event), sent=now)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ continues as a single step.
 
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Protocol
 
@@ -174,7 +175,7 @@ class StepRunner:
         return plan
 
     def _begin(self, plan: StepPlan, seconds: float, end: float) -> None:
-        self._process.at(end, lambda: self._commit(plan, seconds))
+        self._process.at(end, partial(self._commit, plan, seconds))
 
     def _commit(self, plan: StepPlan, seconds: float) -> None:
         output = self._compute(plan)
@@ -203,8 +204,8 @@ class StepRunner:
             return False
         seconds = self._executor.seconds_of(plan, num) * self._slowdown()
         leap = QuietSteps(next(self._numbers), plan, seconds, _sums(now, seconds))
-        self._quiet_steps, number = leap, leap.id
-        self._process.at(float(leap.ends[-1]), lambda: self._finish_quiet_steps(number))
+        self._quiet_steps = leap
+        self._process.at(float(leap.ends[-1]), partial(self._finish_quiet_steps, leap.id))
         return True
 
     def _finish_quiet_steps(self, number: int) -> None:
@@ -248,5 +249,6 @@ class StepRunner:
 
 def _sums(start: float, seconds: Floats) -> Floats:
     """Return [n] running sums of `start` and `seconds`, rounded as if summed step by step."""
-    sums: Floats = np.concatenate(((start,), seconds)).cumsum()
-    return sums[1:]
+    sums = np.empty(len(seconds) + 1)
+    sums[0], sums[1:] = start, seconds
+    return sums.cumsum(out=sums)[1:]

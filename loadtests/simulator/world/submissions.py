@@ -44,6 +44,8 @@ def new_sequence(key: Key, submit: Submit, worker: WorkerInfo) -> seq.NewSequenc
 
 def _joined(prompt: Sequence[int], answer: Sequence[int]) -> Sequence[int]:
     """Return prompt and answer as one sequence. An array stays an array, since lists are slow."""
+    if not answer:
+        return prompt
     if isinstance(prompt, array):
         return prompt + array("i", answer)
     return [*prompt, *answer]

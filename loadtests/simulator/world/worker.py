@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from penstock.common.worker_load import WorkerLoad
 from penstock.loadtests.simulator.model.executors import Executor
+from penstock.loadtests.simulator.model.timed_table import TimedTable
 from penstock.loadtests.simulator.model.timing import Floats
 from penstock.loadtests.simulator.world.cache_stream import CacheStream
 from penstock.loadtests.simulator.world.checks import check_rest
@@ -40,6 +41,7 @@ from penstock.router.routing.transfer_peers import ConnectPeers
 from penstock.workers.kv_transfer.protocol.messages import WorkerId
 from penstock.workers.scheduling import sequence as seq
 from penstock.workers.scheduling.batcher import Batcher
+from penstock.workers.scheduling.stats import queue_sizes
 
 HEARTBEAT_SECONDS = 0.5
 MAX_SILENT_HEARTBEATS = 10
@@ -75,7 +77,8 @@ class Worker:
     ) -> None:
         self.info = shape.info
         self.process = Process(shape.info.worker, network.clock)
-        self.batcher = Batcher(shape.limits)
+        table = None if executor.reads_tokens else TimedTable.of(shape.limits)
+        self.batcher = Batcher(shape.limits, table)
         self.executor = executor
         self.draining = False
         self.reports_step_seconds = False
@@ -261,9 +264,8 @@ class Worker:
 
     def is_load_known(self) -> bool:
         """Return True if the routers know the load, apart from the changes of quiet steps."""
-        load, reported = self.batcher.load(), self.load
-        now = load.queued, load.queued_tokens, load.running
-        return now == (reported.queued, reported.queued_tokens, reported.running)
+        load, state = self.load, self.batcher.state
+        return queue_sizes(state) == (load.queued, load.queued_tokens, load.running)
 
     def on_idle(self) -> None:
         """Send the load to all routers when the worker becomes idle."""

@@ -1,0 +1,28 @@
+"""A sequence table for devices that model only the times of steps."""
+
+import numpy as np
+
+from penstock.workers.scheduling.config import SchedulerConfig
+from penstock.workers.scheduling.sequence import NEVER, Ints
+from penstock.workers.scheduling.table import SequenceTable
+
+
+class TimedTable(SequenceTable):
+    """A sequence table whose plans do not list the tokens of prompts, which saves time.
+
+    In a plan with prompt tokens, `tokens`, `positions` and `slots` have the usual length, but they
+    are zeros. The batcher reads these arrays only in plans of one token per sequence, and for
+    logprobs of prompts.
+    """
+
+    @classmethod
+    def of(cls, limits: SchedulerConfig) -> "TimedTable":
+        """Return an empty table for a batcher with these limits."""
+        return cls(limits.max_sequences, limits.max_model_len, limits.block_size)
+
+    def token_arrays(self, rows: Ints, counts: Ints, offsets: Ints) -> tuple[Ints, Ints, Ints]:
+        total = int(counts.sum())
+        if total == len(rows) or (self.prompt_known[rows] != NEVER).any():
+            return super().token_arrays(rows, counts, offsets)
+        nothing = np.zeros(total, np.int32)
+        return nothing, nothing, nothing
