@@ -1,4 +1,4 @@
-"""Computes the weights of the question families in a later training course.
+"""Computes how much weight each question family gets when the model is trained further.
 
 A family gets more weight if the model still answers many of its questions wrongly.
 """

@@ -89,4 +89,4 @@ class KeySpec:
     def __post_init__(self) -> None:
         if (self.file is None) == (self.env is None):
             given = "neither file nor env" if self.file is None else "both file and env"
-            raise SpecError(f"the key has {given}: set one of them, which says where the key is")
+            raise SpecError(f"the API key has {given}: set exactly one of them")

@@ -164,7 +164,7 @@ def quantize(x: Tensor, form: KvCacheFormat) -> tuple[Tensor, Tensor]:
 
 
 def to_cache(x: Tensor, form: KvCacheFormat) -> Tensor:
-    """Return a new cache [..., S, W] of a format that holds the keys or values x [..., S, D]."""
+    """Convert keys or values x [..., S, D] to `form`. Return a new cache [..., S, W]."""
     if not form.has_scales:
         return x.to(form.dtype, copy=True)
     shape = (*x.shape[:-1], form.slot_elements(x.shape[-1]))

@@ -142,7 +142,7 @@ def _rope_and_cache_cpu(
     if whole is not heads:
         heads[:, :num_heads] = whole[:, :num_heads]
     if lost:
-        raise IndexError(f"rows: {lost} rows are outside the cache, which has {len(kept)} elements")
+        raise IndexError(f"rows: {lost} of {rows.numel()} entries are outside the cache")
 
 
 def load_cpu_kernels(dtype: torch.dtype) -> None:

@@ -93,7 +93,7 @@ class Load:
 
 
 def write_vocabulary(folder: Path, size: int, seed: int = 0) -> None:
-    """Write a byte-level tokenizer of `size` tokens: bytes, digits, signs and random words."""
+    """Write a byte-level tokenizer of `size` tokens: bytes, numbers, JSON and random words."""
     numbers = random.Random(seed)
     vocab = {char: index for index, char in enumerate(byte_alphabet())}
     space = next(char for char, byte in byte_alphabet().items() if byte == ord(" "))
@@ -164,9 +164,10 @@ def fill_times(vocabulary: GrammarVocabulary, schema: dict[str, Any], load: Load
 
 
 def measure_fills(load: Load, sizes: Sequence[int]) -> dict[str, Any]:
-    """Return the figures of each vocabulary.
+    """Measure how long each vocabulary takes to build, to compile schemas and to fill masks.
 
-    These are vocabularies of random words with the given `sizes`, and then `load.ranks`.
+    The vocabularies are one of random words for each of `sizes`, and one for each js-tiktoken file
+    in `load.ranks`.
     """
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:

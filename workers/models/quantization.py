@@ -126,10 +126,11 @@ def _read_fp8(options: _Options) -> QuantizationSpec:
 
 def _block(options: _Options, key: str) -> tuple[int, int]:
     block = options.values.get(key)
+    expected = "two whole numbers from 1 to 65536"
     if not isinstance(block, list) or len(block) != 2:
-        raise options.refuse(key, "two positive whole numbers")
+        raise options.refuse(key, expected)
     if not all(type(size) is int and 0 < size <= 1 << 16 for size in block):
-        raise options.refuse(key, "two positive whole numbers")
+        raise options.refuse(key, expected)
     return block[0], block[1]
 
 

@@ -74,7 +74,8 @@ class RunningBatch:
         # all sequences with a row, including receiving ones and waiting forks
         self._by_row: dict[int, SequenceState] = {}
         self._running: list[SequenceState] = []  # running sequences, sorted by arrival
-        self.fork_parents: list[SequenceState] = []  # sequences with a row whose forks still wait
+        # sequences that hold a row and have forks that still wait
+        self.fork_parents: list[SequenceState] = []
         self.beams = BeamGroups(table, pool, self.block_growth)
         self.num_receiving = 0  # number of sequences that wait for a KV transfer
         self._rows: Ints | None = None

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
+from penstock.common.number_text import number_text
 from penstock.loadtests.bench.flags import option, read_flags
 from penstock.loadtests.simulator.faults.parallel_run import (
     BATCH_SIZE,
@@ -75,11 +76,11 @@ def _check(play: Play) -> None:
     if play.seed is None and (play.requests or play.faults or play.log):
         raise WrongOptions("--requests, --faults and --log need --seed")
     for name in ("seed", "first"):
-        if not 0 <= (getattr(play, name) or 0) <= MAX_SEED:
-            raise WrongOptions(f"--{name} must be from 0 to 2^63 - 1")
+        if not 0 <= (value := getattr(play, name) or 0) <= MAX_SEED:
+            raise WrongOptions(f"--{name} must be from 0 to 2^63 - 1, not {number_text(value)}")
     for name in ("schedules", "processes"):
-        if getattr(play, name) < 1:
-            raise WrongOptions(f"--{name} must be 1 or more")
+        if (value := getattr(play, name)) < 1:
+            raise WrongOptions(f"--{name} must be 1 or more, not {number_text(value)}")
 
 
 def _chosen(play: Play) -> Schedule:

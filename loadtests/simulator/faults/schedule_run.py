@@ -77,8 +77,8 @@ class ScheduleRun:
 
     Args:
         log: called with one line of text per event.
-        fast_forwards: whether to combine quiet steps into one event. Times then change, but
-            invariants hold.
+        fast_forwards: whether consecutive steps in which no request arrives or ends are combined
+            into one event. Times then change, but the invariants are still checked.
     """
 
     def __init__(

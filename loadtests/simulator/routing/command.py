@@ -117,12 +117,17 @@ def _loads(options: Options) -> Mapping[str, tuple[Sequence[Prompt], float]]:
     """
     for name in ("workers", "blocks", "load", "mixed_load"):
         if not 0 < getattr(options, name) < math.inf:
-            raise ValueError(f"--{name.replace('_', '-')} must be above 0")
+            raise ValueError(
+                f"--{name.replace('_', '-')} must be above 0 and finite, "
+                f"not {getattr(options, name):g}"
+            )
     if not options.trace:
         raise ValueError("name a Mooncake trace; see --help")
     rows = read_trace(Path(options.trace))[: options.requests or None]
     if not any(row.blocks for row in rows) or rows[-1].at <= 0:
-        raise ValueError(f"{options.trace}: no Mooncake trace with hash_ids")
+        raise ValueError(
+            f"{options.trace}: expected a Mooncake trace with hash_ids and with timestamps above 0"
+        )
     longest = max(row.input_len for row in rows)
     if longest > options.blocks * TRACE_BLOCK:
         raise ValueError(f"--blocks is too small for a prompt of {longest} tokens")

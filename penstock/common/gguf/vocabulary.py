@@ -62,10 +62,12 @@ def read_vocabulary(metadata: Metadata) -> Vocabulary:
     kinds = [NORMAL] * len(tokens) if numbers is None else numbers
     if len(kinds) != len(tokens):
         raise metadata.bad(
-            "tokenizer.ggml.token_type", f"an array with a kind for each of {len(tokens)} tokens"
+            "tokenizer.ggml.token_type", f"an array with a type for each of {len(tokens)} tokens"
         )
     if not set(kinds) <= {NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE}:
-        raise metadata.bad("tokenizer.ggml.token_type", f"an array of kinds ({NORMAL} to {BYTE})")
+        raise metadata.bad(
+            "tokenizer.ggml.token_type", f"an array of token types ({NORMAL} to {BYTE})"
+        )
     kinds = [int(kind) for kind in kinds]
     _check_distinct(metadata, tokens)
     named = {}

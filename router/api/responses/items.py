@@ -35,7 +35,7 @@ class TextContent(StrictModel):
     refusal: str | None = None
 
     def plain(self, kind: str) -> str:
-        """Return the text of a part of an item of type `kind`."""
+        """Return the text of this part. Raise an error if items of type `kind` cannot have it."""
         text = self.refusal if self.type == "refusal" else self.text
         if self.type not in TEXT_TYPES[kind] or text is None:
             raise invalid(

@@ -29,7 +29,7 @@ class NamedCallParser:
         self._has_begun = False
 
     def feed(self, text: str) -> list[Piece]:
-        """Append text; return the pieces that are certain now."""
+        """Append text; return the pieces that later text cannot change."""
         if not text:
             return []
         begin = [] if self._has_begun else [Piece(CALL, self._name)]

@@ -114,8 +114,9 @@ def _positions(theirs: Any, max_model_len: int | None) -> int:
         original = rope.get("original_max_position_embeddings") or longest
         if rope.get("rope_type") == "longrope" and used > original:
             raise Unsupported(
-                f"beyond {original} positions, its rope_type longrope would depend on the longest "
-                f"sequence of a batch: set max_model_len to {original} or less"
+                f"with rope_type longrope, the rotary embedding beyond {original} positions would "
+                "depend on the longest sequence of a batch: set max_model_len to "
+                f"{original} or less"
             )
     return used
 
