@@ -76,7 +76,10 @@ class CpuStepGraph:
             IndexError: if a slot is outside of the cache.
         """
         if not 0 <= slots.min() <= slots.max() < self.num_slots:
-            raise IndexError(f"slots: below {self.num_slots} expected, not {slots.tolist()!s:.80}")
+            raise IndexError(
+                f"slots: numbers from 0 to {self.num_slots - 1} expected, not from {slots.min()} "
+                f"to {slots.max()}"
+            )
         self.ints[TOKENS.count] = len(slots)
         _interpreter(str(self.cache.dtype), self.extensions)(
             self.table, self.floats, self.ints, self.arena.numpy(), self.cache,

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.common.checkpoint_errors import BadCheckpoint, UnsupportedModel
+from penstock.common.text.token_bytes import UnsupportedTokenizer
 from penstock.common.text.tokenizer import ModelTokenizer
 from penstock.loadtests.bench.flags import option, read_flags
 from penstock.loadtests.comparison.engines import (
@@ -98,7 +99,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ids = ours, theirs = _ids(Path(options.file))
         num_different = _report_ids(ours, theirs)
         answers = _answers(options, prompts_of(chain.from_iterable(ids[0]), options))
-    except (BadCheckpoint, EngineFailed, NotInstalled, OSError, UnsupportedModel) as error:
+    except (
+        BadCheckpoint, EngineFailed, NotInstalled, OSError, UnsupportedModel, UnsupportedTokenizer,
+    ) as error:  # fmt: skip
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 1
     return 1 if num_different + _report_answers(*answers) else 0
@@ -116,7 +119,10 @@ def _ids(file: Path) -> tuple[list[list[int]], list[list[int]]]:
     )
     if done.returncode:
         raise EngineFailed(f"llama.cpp could not encode texts: {done.stderr.strip()[-600:]}")
-    return ours, json.loads(done.stdout)
+    try:
+        return ours, json.loads(done.stdout)
+    except ValueError as error:
+        raise EngineFailed(f"llama.cpp printed no token ids: {done.stdout[-600:]!r}") from error
 
 
 def _report_ids(ours: Sequence[list[int]], theirs: Sequence[list[int]]) -> int:

@@ -166,12 +166,14 @@ class HelperPool:
             self._line.end(slot, round(self._limits.cpu_seconds * 1e6))
             _refuse(job, self._refusal(job, cause))
             log.warning(
-                "a helper process was ended, because a job exceeded its limit of %s; the process "
-                "is restarted",
+                "a job has ended its helper process and is refused; exceeded limit: %s; the "
+                "process is restarted",
                 cause.value,
             )
         else:
-            log.warning("a helper process ended without a known cause; it is restarted")
+            log.warning(
+                "a helper process has ended and is restarted; exceeded limit: %s", cause.value
+            )
             if jobs:
                 jobs[0].was_tried = True
         self._restarts[slot] = asyncio.create_task(self._restart(slot, jobs))

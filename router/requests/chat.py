@@ -35,7 +35,7 @@ def check_variables(variables: Collection[str], field: str) -> None:
     for name in variables:
         if name in RESERVED_VARIABLES:
             raise invalid(
-                f"{field} contains {name}, which the server sets from other fields: leave it out",
+                f"{field} contains {name}, which cannot be set there: leave it out",
                 field,
             )
 

@@ -94,8 +94,11 @@ class SequenceTable:
         if len(grown) == 1:  # the usual case, which needs no index arrays
             row = int(rows[grown[0]])
             first = int(self.num_blocks[row])
-            self.block_table[row, first : first + len(blocks)] = blocks
-            self.num_blocks[row] = first + len(blocks)
+            end = first + len(blocks)
+            if end > self.block_table.shape[1]:
+                raise IndexError(f"row {row} has no room for {len(blocks)} more blocks")
+            self.block_table[row, first:end] = blocks
+            self.num_blocks[row] = end
             return
         columns = self.num_blocks[rows].repeat(counts) + ragged_arange(counts)
         self.block_table[rows.repeat(counts), columns] = blocks
@@ -213,6 +216,8 @@ def _take(table: Ints, rows: Ints, counts: Ints, columns: Ints) -> Ints:
 
     `take` with one flat index per entry takes half the time of an index with rows and columns.
     """
+    if columns.max(initial=-1) >= table.shape[1]:  # a flat index would read the next row
+        raise IndexError(f"column {columns.max()} of a table with {table.shape[1]} columns")
     starts = rows.astype(np.intp) * table.shape[1]
     taken: Ints = table.reshape(-1).take(starts.repeat(counts) + columns)
     return taken

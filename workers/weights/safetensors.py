@@ -124,7 +124,7 @@ def _entry(path: Path, name: str, fields: object, data_start: int) -> TensorEntr
         raise _broken(
             path,
             f"tensor {name} has the shape {shape!r:.80} and the byte range {offsets!r:.80}: "
-            "expected lists of whole numbers",
+            f"expected at most {MAX_DIMENSIONS} whole numbers below {MAX_ITEMS}, and two of them",
         )
     begin, end = offsets
     if end - begin != math.prod(shape) * ITEM_BYTES[dtype]:

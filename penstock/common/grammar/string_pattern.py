@@ -16,7 +16,8 @@ def terminal(pattern: str) -> str:
     """
     if found := _NOT_REGULAR.search(pattern.replace("\\\\", "")):
         raise ValueError(
-            f"{found[0]} is not supported: a pattern cannot have look-around or back references"
+            f"{found[0]} is not supported in a pattern, as are look-around, back references, word "
+            "boundaries, Unicode classes, flags and named groups"
         )
     has_start = pattern.startswith("^")
     is_escaped = (len(pattern) - len(pattern.rstrip("$").rstrip("\\"))) % 2 == 0
@@ -70,6 +71,8 @@ def _escape(letter: str, in_class: bool) -> str:
         return _CLASSES[letter] if in_class else f"[{_CLASSES[letter]}]"
     if letter.lower() in _CLASSES:
         if in_class:
-            raise ValueError(f"\\{letter} is not supported in a character class: use [^...]")
+            raise ValueError(
+                f"\\{letter} is not supported in a character class: list the characters"
+            )
         return f"[^{_CLASSES[letter.lower()]}]"
     return f"\\{letter}"

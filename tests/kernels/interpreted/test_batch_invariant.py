@@ -115,5 +115,5 @@ def test_invalid_arguments_are_refused(device: torch.device) -> None:
         batch_invariant_matmul(x, weight.half())
     with pytest.raises(ValueError, match="bias: shape"):
         batch_invariant_matmul(x, weight, torch.zeros(2, device=device))
-    with pytest.raises(ValueError, match="x: last dimension"):
+    with pytest.raises(ValueError, match="x: a stride of 1 of the last dimension"):
         batch_invariant_matmul(x.T.contiguous().T, weight)
