@@ -64,7 +64,7 @@ def _q4_k_m(model: Path) -> Path:
         if code:
             raise RuntimeError(f"llama.cpp could not quantize {source}: it returned {code}")
 
-    return gguf_file.made(model / "q4_k_m.gguf", quantize)
+    return Path(gguf_file.made(model / "q4_k_m.gguf", quantize))
 
 
 @dataclass(frozen=True, slots=True)
