@@ -105,7 +105,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": HI, "documents": ["x"]}, "documents is not valid JSON"),
     ({"messages": HI, "documents": ['{"a": NaN}']}, "documents is not valid JSON"),
     ({"messages": HI, "template_kwargs": "1"}, "template_kwargs must be a JSON object"),
-    ({"messages": HI, "template_kwargs": '{"tools": 1}'}, "contains tools, which the server sets"),
+    (
+        {"messages": HI, "template_kwargs": '{"tools": 1}'},
+        "contains tools, which cannot be set there",
+    ),
     (message(role="tool", content="x"), "no tool_call_id"),
     (message(role="user", content="x", reasoning_content="y"), "which only the role 'assistant'"),
     (

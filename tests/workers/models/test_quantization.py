@@ -107,7 +107,10 @@ def test_groups_with_names_precede_the_group_of_all_linears() -> None:
         ({"bits": 4}, "an unnamed quant_method are not supported"),
         (FP8 | {"fmt": "e5m2"}, "fmt 'e5m2' is not supported: expected 'e4m3'"),
         (FP8 | {"scale_fmt": "ue8m0"}, "scale_fmt 'ue8m0'"),
-        (FP8 | {"weight_block_size": [128]}, r"weight_block_size \[128\].*two positive"),
+        (
+            FP8 | {"weight_block_size": [128]},
+            r"weight_block_size \[128\].*two whole numbers from 1 to 65536",
+        ),
         (FP8 | {"weight_block_size": [128, 0]}, "weight_block_size"),
         (FP8 | {"modules_to_not_convert": "all"}, "modules_to_not_convert 'all'.*a list"),
         (GPTQ | {"bits": 3}, "bits 3 is not supported: expected 4 or 8"),

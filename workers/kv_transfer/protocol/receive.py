@@ -126,8 +126,7 @@ class _IncomingTransfer:
     peer: IncomingPeer | None = None  # the connected source; set by its first message
     coverages: list[Coverage] = field(default_factory=list)  # received parts of each rank
     pieces: dict[int, tuple[int, Shard]] = field(default_factory=dict)  # index -> (rank, shard)
-    # by rank: the number of announced pieces that the rank has not yet reported as moved
-    receiving: Counter[int] = field(default_factory=Counter)
+    receiving: Counter[int] = field(default_factory=Counter)  # rank -> announced, unmoved pieces
     num_bytes: int = 0
 
     def begin(
