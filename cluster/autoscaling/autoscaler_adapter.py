@@ -34,7 +34,7 @@ Phases = Mapping[str, Mapping[str, Phase]]
 
 
 def pool_limits(spec: ClusterSpec, placements: Sequence[WorkerPlacement]) -> dict[str, PoolLimits]:
-    """Return the limits of each pool that occurs in `placements`, by pool name."""
+    """Return, by pool name, the size limits of each pool that has a worker in `placements`."""
     gpus = {each.role: _gpus_of(each) for each in placements}
     pools = {role: getattr(spec.pools, role) for role in ROLES if role in gpus}
     limits = {role: PoolLimits(pool.least, pool.most, gpus[role]) for role, pool in pools.items()}

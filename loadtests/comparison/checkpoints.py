@@ -152,7 +152,7 @@ class Cost:
 
     @property
     def weights_a_token(self) -> int:
-        """Number of weights that are read per token at batch size 1."""
+        """Number of weights that an engine reads to generate one token at batch size 1."""
         return self.body + self.head
 
 

@@ -57,7 +57,7 @@ class Engine:
 
     @property
     def counterpart(self) -> str:
-        """Name of Penstock's engine with the same form of weights."""
+        """Name of the Penstock engine that has the same weight form, for comparison."""
         return f"penstock-{self.form.name}" if self.form.name else "penstock"
 
     @property

@@ -12,10 +12,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
-from itertools import chain, takewhile
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from penstock.common.checkpoint_errors import BadCheckpoint, UnsupportedModel
 from penstock.common.text.token_bytes import UnsupportedTokenizer
@@ -29,6 +28,7 @@ from penstock.loadtests.comparison.engines import (
 )
 from penstock.loadtests.comparison.environments import NotInstalled, cache_folder, python_of
 from penstock.loadtests.comparison.process import EngineFailed, EngineProcess
+from penstock.loadtests.comparison.summary import Tokens
 
 PROGRAM = "python -m penstock.loadtests.comparison.gguf_agreement"
 _TOKENS = Path(__file__).parent / "adapters" / "llama_cpp_tokens.py"
@@ -96,9 +96,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 2
     try:
-        ids = ours, theirs = _ids(Path(options.file))
+        ours, theirs = _ids(Path(options.file))
         num_different = _report_ids(ours, theirs)
-        answers = _answers(options, prompts_of(chain.from_iterable(ids[0]), options))
+        answers = _answers(options, prompts_of(chain.from_iterable(ours), options))
     except (
         BadCheckpoint, EngineFailed, NotInstalled, OSError, UnsupportedModel, UnsupportedTokenizer,
     ) as error:  # fmt: skip
@@ -108,7 +108,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _ids(file: Path) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the ids of TEXTS by Penstock and by llama.cpp. Raises EngineFailed."""
+    """Encode TEXTS with Penstock and with llama.cpp, and return the token ids of each.
+
+    Raises EngineFailed if llama.cpp fails.
+    """
     tokenizer = ModelTokenizer(file)
     ours = [tokenizer.encode_without_control(text, add_special_tokens=False) for text in TEXTS]
     done = subprocess.run(
@@ -126,7 +129,7 @@ def _ids(file: Path) -> tuple[list[list[int]], list[list[int]]]:
 
 
 def _report_ids(ours: Sequence[list[int]], theirs: Sequence[list[int]]) -> int:
-    """Print the texts with different ids, and return their number."""
+    """Print each text whose token ids differ. Return the number of such texts."""
     different = [each for each in zip(TEXTS, ours, theirs, strict=True) if each[1] != each[2]]
     for text, mine, other in different:
         print(f"{text!r}:\n  Penstock  {mine}\n  llama.cpp {other}")
@@ -134,8 +137,8 @@ def _report_ids(ours: Sequence[list[int]], theirs: Sequence[list[int]]) -> int:
     return len(different)
 
 
-def prompts_of(ids: Any, options: Options) -> list[list[int]]:
-    """Return prompts of equal length: pieces of the sequence `ids`. At least one is returned."""
+def prompts_of(ids: Iterable[int], options: Options) -> list[list[int]]:
+    """Split the token ids `ids` into prompts of equal length. Return at least one prompt."""
     sequence, length = list(ids), options.prompt_len
     starts = range(0, max(1, len(sequence) - length + 1), length)
     return [sequence[start : start + length] for start in starts][: options.prompts]
@@ -161,16 +164,14 @@ def _answers(options: Options, prompts: list[list[int]]) -> list[list[list[int]]
 
 
 def _report_answers(ours: Sequence[list[int]], theirs: Sequence[list[int]]) -> int:
-    """Print the answers that differ, and return their number."""
+    """Print each answer whose tokens differ. Return the number of such answers."""
     different = [
         (number, mine, other)
         for number, (mine, other) in enumerate(zip(ours, theirs, strict=True))
         if mine != other
     ]
     for number, mine, other in different:
-        equal = sum(
-            1 for _ in takewhile(lambda both: both[0] == both[1], zip(mine, other, strict=True))
-        )
+        equal = Tokens.of([mine], [other]).agreeing
         print(f"answer {number} differs after {equal} tokens:")
         print(f"  Penstock  {mine}\n  llama.cpp {other}")
     print(f"equal answers of {len(ours[0])} tokens: {len(ours) - len(different)} of {len(ours)}")

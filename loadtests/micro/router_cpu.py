@@ -45,7 +45,7 @@ _PROMPT = "Tell me a story."
 _TERMS = ("request", "step", "token")
 # Streams of the first load per stream of the second load, which gives the cost of a step.
 _STREAMS_OF_FEW = 16
-_BURSTS = 8  # repeats of the load of bursts, from which the cost of a request is computed
+_BURSTS = 8  # number of bursts sent to measure the cost of a request
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

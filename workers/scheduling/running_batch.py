@@ -50,7 +50,7 @@ def split_token_budget(remaining: Ints, decode_lens: Ints, budget: int) -> Ints:
     decodes = remaining[more] <= decode_lens[more]
     num_chunks = len(more) - int(np.count_nonzero(decodes))
     left = max(budget - (len(remaining) - num_chunks), 0)
-    # The rows of `more` are few, so that a loop takes less time than array operations.
+    # `more` has few rows, and for few rows a Python loop is faster than numpy.
     rows = list(zip(more.tolist(), remaining[more].tolist(), decodes.tolist(), strict=True))
     for row, num, is_decode in rows:
         if is_decode:

@@ -30,7 +30,7 @@ def step_work(plan: StepPlan) -> StepWork:
     tokens, sequences, pairs = len(plan.tokens), len(contexts), 0.0
     if tokens > sequences:
         sizes = plan.query_starts[1:] - plan.query_starts[:-1]
-        (long,) = (sizes > 1).nonzero()  # few rows, so that a loop is faster than array operations
+        (long,) = (sizes > 1).nonzero()  # for few rows, a Python loop is faster than numpy
         for size, context in zip(sizes[long].tolist(), contexts[long].tolist(), strict=True):
             pairs += size * (context - size / 2)
     return StepWork(tokens, sequences, int(contexts.sum(dtype=np.int64)), pairs)

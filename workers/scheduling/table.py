@@ -91,7 +91,7 @@ class SequenceTable:
     def add_blocks(self, rows: Ints, counts: Ints, blocks: Ints) -> None:
         """Append the next `counts[i]` entries of `blocks` to row `rows[i]`, for each i in order."""
         (grown,) = counts.nonzero()
-        if len(grown) == 1:  # the usual case, which needs no index arrays
+        if len(grown) == 1:  # fast path: usually, only one row grows
             row = int(rows[grown[0]])
             first = int(self.num_blocks[row])
             end = first + len(blocks)

@@ -1,6 +1,6 @@
-"""Converts a Llama or Mixtral checkpoint to a GGUF file.
+"""Converts a Llama or Mixtral checkpoint to a GGUF file for llama.cpp.
 
-llama.cpp reads it, and Penstock in the form "f16".
+Penstock reads the file too if its weights are float16 (form "f16").
 """
 
 import json
@@ -66,8 +66,8 @@ def made(file: Path, make: Callable[[Path], None]) -> Path:
 def _write(model: Path, file: Path, kind: gguf.GGMLQuantizationType) -> None:
     """Write the checkpoint `model` to `file`.
 
-    Matrices get the type `kind`. Vectors and the router of an MoE model are written as F32. The
-    texts of the tokens are placeholders, because all engines of the comparison get token ids.
+    Matrices are stored in the GGUF type `kind`. Vectors and the router of an MoE model are stored
+    as F32. The vocabulary has placeholders, because the engines get token ids instead of texts.
     """
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     writer = gguf.GGUFWriter(str(file), "llama")

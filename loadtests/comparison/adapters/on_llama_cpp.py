@@ -72,7 +72,7 @@ class Form:
     """A form of the weights and of the KV cache."""
 
     title: str
-    file: Callable[[Path], Path]  # returns the GGUF file of a checkpoint
+    file: Callable[[Path], Path]  # converts a checkpoint folder; returns the GGUF file
     has_f16_cache: bool
 
 

@@ -74,7 +74,7 @@ def compare(measured: Sequence[Latencies], predicted: Latencies) -> list[Row]:
 
 
 def charts_of(measured: Sequence[Latencies], predicted: Latencies) -> list[Chart]:
-    """Return charts of the distributions of TTFT and of TPOT, and of TTFT by arrival time."""
+    """Return three charts: distribution of TTFT, distribution of TPOT, TTFT by arrival time."""
     runs = {f"measured, run {number}": run for number, run in enumerate(measured, start=1)}
     named = {**runs, "simulated": predicted}
     return [

@@ -8,11 +8,11 @@ from penstock.workers.scheduling.table import SequenceTable
 
 
 class TimedTable(SequenceTable):
-    """A sequence table whose plans do not list the tokens of prompts, which saves time.
+    """A sequence table that leaves out prompt tokens from step plans, to save time.
 
-    In a plan with prompt tokens, `tokens`, `positions` and `slots` have the usual length, but they
-    are zeros. The batcher reads these arrays only in plans of one token per sequence, and for
-    logprobs of prompts.
+    In a plan with prompt tokens, the arrays `tokens`, `positions` and `slots` have the usual length
+    but contain zeros. The batcher reads these arrays in two cases only, and then they are complete:
+    if a plan has one token per sequence, or if prompt logprobs are requested.
     """
 
     @classmethod
