@@ -13,13 +13,21 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils, types
 
+from penstock.kernels.cpu_common.emit import (
+    INDEX,
+    WORD,
+    WORDS,
+    broadcast,
+    constant,
+    load_vector,
+    prefetch_pointer,
+    vector_at,
+)
 from penstock.kernels.cpu_common.simd import simd_intrinsic
 
 TILE_K, TILES_ACROSS = 64, 4
 """Inputs per step and vectors of 16 outputs per block, as in `linear/cpu_packed_int8`."""
 
-_BYTE, _WORD, _NUMBER = ir.IntType(8), ir.IntType(32), ir.IntType(64)
-_SUMS = ir.VectorType(_WORD, 16)
 _QUADS = TILE_K // 4  # words (of four inputs each) per step
 _TILE_BYTES = _QUADS * 64
 _STEP_BYTES = TILES_ACROSS * _TILE_BYTES
@@ -54,16 +62,16 @@ def multiply_rows(num_rows: int, ahead: int):
                 for index in (0, 3, 6, 8)
             )
             totals = _start_totals(builder, num_rows, first, column)
-            with cgutils.for_range(builder, num_steps, intp=_NUMBER) as step:
+            with cgutils.for_range(builder, num_steps, intp=INDEX) as step:
                 step_at = _index(builder, weights_at, step.index, _STEP_BYTES)
                 step_inputs = _index(builder, at, step.index, TILE_K)
-                with cgutils.for_range(builder, _constant(_QUADS), intp=_NUMBER) as quad:
+                with cgutils.for_range(builder, constant(_QUADS), intp=INDEX) as quad:
                     quad_at = _index(builder, step_at, quad.index, 64)
                     columns = _load_weights(builder, given, quad_at, ahead)
                     quad_at = _index(builder, step_inputs, quad.index, 4)
                     _add_products(builder, totals, columns, inputs, quad_at, width)
             for number, total in enumerate(itertools.chain.from_iterable(totals)):
-                target = _vector(builder, out, _constant(16 * number))
+                target = vector_at(builder, out, constant(16 * number), WORDS)
                 builder.store(builder.load(total), target, align=4)
             return context.get_dummy_value()
 
@@ -72,29 +80,19 @@ def multiply_rows(num_rows: int, ahead: int):
     return multiply
 
 
-def _constant(value: int) -> Any:
-    return ir.Constant(_NUMBER, value)
-
-
 def _index(builder, first, number, step: int):
     """Emit `first + number * step`."""
-    return builder.add(first, builder.mul(number, _constant(step)))
-
-
-def _vector(builder, data, index):
-    """Emit a pointer to the vector that begins at element `index` of an array."""
-    return builder.bitcast(builder.gep(data, [index]), _SUMS.as_pointer())
+    return builder.add(first, builder.mul(number, constant(step)))
 
 
 def _start_totals(builder, num_rows: int, first, column) -> list[list[Any]]:
     """Emit variables [num_rows][TILES_ACROSS] with initial values; LLVM keeps them in registers."""
     totals = [
-        [cgutils.alloca_once(builder, _SUMS) for _ in range(TILES_ACROSS)] for _ in range(num_rows)
+        [cgutils.alloca_once(builder, WORDS) for _ in range(TILES_ACROSS)] for _ in range(num_rows)
     ]
     for c in range(TILES_ACROSS):
-        start = builder.load(
-            _vector(builder, first, builder.add(column, _constant(16 * c))), align=4
-        )
+        at = builder.add(column, constant(16 * c))
+        start = load_vector(builder, first, at, WORDS, 4)
         for row in totals:
             builder.store(start, row[c])
     return totals
@@ -104,37 +102,22 @@ def _load_weights(builder, given, at, ahead: int) -> list[Any]:
     """Emit loads of four inputs' weights of all 64 outputs, and prefetches."""
     columns = []
     for c in range(TILES_ACROSS):
-        index = builder.add(at, _constant(c * _TILE_BYTES))
-        columns.append(builder.load(_vector(builder, given, index), align=1))
+        index = builder.add(at, constant(c * _TILE_BYTES))
+        columns.append(load_vector(builder, given, index, WORDS, 1))
         if ahead:
-            later = builder.gep(given, [builder.add(index, _constant(ahead))])
-            _prefetch(builder, later)
+            later = builder.gep(given, [builder.add(index, constant(ahead))])
+            prefetch_pointer(builder, later)
     return columns
-
-
-def _prefetch(builder, pointer) -> None:
-    """Emit a prefetch for reading into the L2 cache, as `simd.prefetch`."""
-    byte = _BYTE.as_pointer()
-    function = ir.FunctionType(ir.VoidType(), [byte, _WORD, _WORD, _WORD])
-    called = cgutils.get_or_insert_function(builder.module, function, "llvm.prefetch.p0")
-    how = [ir.Constant(_WORD, value) for value in (0, 2, 1)]
-    builder.call(called, [builder.bitcast(pointer, byte), *how])
 
 
 def _add_products(builder, totals, columns, inputs, at, width) -> None:
     """Emit `totals += four inputs of each row * columns`."""
-    function = ir.FunctionType(_SUMS, [_SUMS] * 3)
+    function = ir.FunctionType(WORDS, [WORDS] * 3)
     name = "llvm.x86.avx512.vpdpbusd.512"
     called = cgutils.get_or_insert_function(builder.module, function, name)
     for r, row in enumerate(totals):
         pointer = builder.gep(inputs, [_index(builder, at, width, r)])
-        word = builder.load(builder.bitcast(pointer, _WORD.as_pointer()), align=1)
-        words = _broadcast(builder, word)
+        word = builder.load(builder.bitcast(pointer, WORD.as_pointer()), align=1)
+        words = broadcast(builder, word)
         for total, weights in zip(row, columns, strict=True):
             builder.store(builder.call(called, [builder.load(total), words, weights]), total)
-
-
-def _broadcast(builder, word):
-    undefined = ir.Constant(_SUMS, ir.Undefined)
-    one = builder.insert_element(undefined, word, ir.Constant(_WORD, 0))
-    return builder.shuffle_vector(one, undefined, ir.Constant(_SUMS, [0] * 16))

@@ -13,17 +13,32 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils, types
 
+from penstock.kernels.cpu_common.emit import (
+    BYTE,
+    FLOATS,
+    HALF_WORD,
+    INDEX,
+    LANES,
+    WORD,
+    WORDS,
+    broadcast,
+    by_row_count,
+    constant,
+    filled,
+    fma,
+    load_vector,
+    prefetch_pointer,
+    row_pointers,
+    vector_at,
+)
 from penstock.kernels.cpu_common.simd import simd_intrinsic
 from penstock.kernels.linear.code_kinds import FP8, INT4, INT8
 
-TILE_ROWS, PANEL, LANES = 8, 48, 16
+TILE_ROWS, PANEL = 8, 48
 BLOCK_K = 256
 """Inputs per block. The codes of a panel's block stay in the L1 cache while all tiles use them."""
 
 _ROWS, _COLUMNS = (1, 2, 4, 6, TILE_ROWS), range(0, PANEL, LANES)
-
-_BYTE, _HALF_WORD, _WORD, _NUMBER = (ir.IntType(bits) for bits in (8, 16, 32, 64))
-_WORDS, _FLOATS = ir.VectorType(_WORD, LANES), ir.VectorType(ir.FloatType(), LANES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +62,8 @@ class _Packing:
 
 def _packing(kind: int) -> _Packing:
     if kind == FP8:
-        return _Packing(8, _HALF_WORD, 2)
-    return _Packing(8 if kind == INT8 else 4, _WORD, 1)
+        return _Packing(8, HALF_WORD, 2)
+    return _Packing(8 if kind == INT8 else 4, WORD, 1)
 
 
 def step_inputs(kind: int) -> int:
@@ -110,26 +125,14 @@ def _tile_intrinsic(kind: int, emit: Callable[[Any, int, int, _Tile], None]):
                 for kind_, value in zip(signature.args, arguments, strict=True)
             ]
             tile = _Tile(*given)
-            _by_rows(builder, tile, lambda num_rows: emit(builder, kind, num_rows, tile))
+            by_row_count(
+                builder, tile.count, _ROWS, lambda num_rows: emit(builder, kind, num_rows, tile)
+            )
             return context.get_dummy_value()
 
         return result, code
 
     return multiply
-
-
-def _by_rows(builder, tile: _Tile, emit: Callable[[int], None], index: int = 0) -> None:
-    """Emit code that runs `emit` for the smallest of `_ROWS[index:]` that is >= `tile.count`."""
-    num_rows = _ROWS[index]
-    if num_rows == TILE_ROWS:
-        emit(num_rows)
-        return
-    fits = builder.icmp_signed("<=", tile.count, _constant(num_rows))
-    with builder.if_else(fits) as (then, otherwise):
-        with then:
-            emit(num_rows)
-        with otherwise:
-            _by_rows(builder, tile, emit, index + 1)
 
 
 def multiply_group(kind: int):
@@ -151,51 +154,51 @@ def multiply_scattered(kind: int):
 
 
 def _emit_group(builder, kind: int, num_rows: int, tile: _Tile) -> None:
-    packing, rows = _packing(kind), _row_pointers(builder, tile, num_rows)
+    packing, rows = _packing(kind), _x_rows(builder, tile, num_rows)
     group = _group_index(builder, tile, tile.begin)
     zeros = _zeros(builder, kind, tile, group, range(0, min(packing.unit.width, 16), packing.bits))
-    table = _load(builder, tile.table, tile.table_at, _FLOATS, 4)
+    table = load_vector(builder, tile.table, tile.table_at, FLOATS, 4)
     totals = _zero_totals(builder, num_rows)
-    step = _constant(step_inputs(kind))
-    with cgutils.for_range_slice(builder, tile.begin, tile.end, step, intp=_NUMBER) as (k, _):
+    step = constant(step_inputs(kind))
+    with cgutils.for_range_slice(builder, tile.begin, tile.end, step, intp=INDEX) as (k, _):
         for unit in range(packing.units):
-            first = builder.add(k, _constant(unit * packing.inputs))
+            first = builder.add(k, constant(unit * packing.inputs))
             words = _load_units(builder, packing, tile, first)
             for position in range(packing.inputs):
                 values = [
                     _value(builder, kind, word, position, zeros[c], table)
                     for c, word in enumerate(words)
                 ]
-                _multiply(builder, totals, rows, builder.add(first, _constant(position)), values)
+                _multiply(builder, totals, rows, builder.add(first, constant(position)), values)
     scales = _load_scales(builder, tile, group)
     for at, total in _numbered(totals):
-        pointer = _vector(builder, tile.sums, _constant(at), _FLOATS)
-        sums = _fma(builder, builder.load(total), scales[at % PANEL // LANES],
+        pointer = vector_at(builder, tile.sums, constant(at), FLOATS)
+        sums = fma(builder, builder.load(total), scales[at % PANEL // LANES],
                     builder.load(pointer, align=4))  # fmt: skip
         builder.store(sums, pointer, align=4)
 
 
 def _emit_scattered(builder, kind: int, num_rows: int, tile: _Tile) -> None:
-    packing, rows = _packing(kind), _row_pointers(builder, tile, num_rows)
-    table = _load(builder, tile.table, tile.table_at, _FLOATS, 4)
+    packing, rows = _packing(kind), _x_rows(builder, tile, num_rows)
+    table = load_vector(builder, tile.table, tile.table_at, FLOATS, 4)
     totals = _zero_totals(builder, num_rows)
-    with cgutils.for_range_slice(builder, tile.begin, tile.end, _constant(1), intp=_NUMBER) as (
+    with cgutils.for_range_slice(builder, tile.begin, tile.end, constant(1), intp=INDEX) as (
         k,
         _,
     ):
         group = _group_index(builder, tile, k)
         zeros = _zeros(builder, kind, tile, group, [0])
         scales = _load_scales(builder, tile, group)
-        position = builder.and_(k, _constant(packing.inputs - 1))
-        shift = builder.trunc(builder.mul(position, _constant(packing.bits)), packing.unit)
+        position = builder.and_(k, constant(packing.inputs - 1))
+        shift = builder.trunc(builder.mul(position, constant(packing.bits)), packing.unit)
         values = []
         for c, word in enumerate(_load_units(builder, packing, tile, k)):
-            shifted = builder.lshr(word, _splat(builder, shift))
+            shifted = builder.lshr(word, broadcast(builder, shift))
             value = _value(builder, kind, shifted, 0, zeros[c], table)
             values.append(builder.fmul(value, scales[c]))
         _multiply(builder, totals, rows, k, values)
     for at, total in _numbered(totals):
-        pointer = _vector(builder, tile.sums, _constant(at), _FLOATS)
+        pointer = vector_at(builder, tile.sums, constant(at), FLOATS)
         sums = builder.fadd(builder.load(pointer, align=4), builder.load(total))
         builder.store(sums, pointer, align=4)
 
@@ -207,20 +210,20 @@ def _value(builder, kind: int, word, position: int, zeros: dict[int, Any], table
     bits = _packing(kind).bits
     # the permutation instruction reads only the lower four bits of each index
     if kind not in (INT4, INT8):
-        shifted = builder.lshr(word, _all(_WORDS, bits * position)) if position else word
+        shifted = builder.lshr(word, filled(WORDS, bits * position)) if position else word
         return _permuted(builder, table, shifted)
     # The code becomes the low mantissa bits of a power of two large enough to hold it exactly.
     at = bits * position
     if at >= 16:
-        word, at = builder.lshr(word, _all(_WORDS, 16)), at - 16
-    code = builder.and_(word, _all(_WORDS, ((1 << bits) - 1) << at))
+        word, at = builder.lshr(word, filled(WORDS, 16)), at - 16
+    code = builder.and_(word, filled(WORDS, ((1 << bits) - 1) << at))
     return builder.fsub(_with_power(builder, code, at), zeros[at])
 
 
 def _with_power(builder, code, at: int):
     """Emit 2^(23 - at) + code, for integers that begin at bit `at` of a word."""
-    power = _all(_WORDS, (127 + 23 - at) << 23)
-    return builder.bitcast(builder.or_(code, power), _FLOATS)
+    power = filled(WORDS, (127 + 23 - at) << 23)
+    return builder.bitcast(builder.or_(code, power), FLOATS)
 
 
 def _e4m3(builder, word, position: int):
@@ -229,19 +232,19 @@ def _e4m3(builder, word, position: int):
     The bits of an e4m3 number, with one more bit of exponent, are a float16 number that is 2^8
     times smaller. Subnormal numbers are exact too. NaN is not supported.
     """
-    halves = ir.VectorType(_HALF_WORD, LANES)
+    halves = ir.VectorType(HALF_WORD, LANES)
     if position == 0:
-        word = builder.shl(word, _all(halves, 8))
+        word = builder.shl(word, filled(halves, 8))
     # The sign stays in bit 15, the other bits move to bits 13 to 7, and bit 14 is cleared.
-    moved = builder.and_(builder.ashr(word, _all(halves, 1)), _all(halves, 0xBF80))
-    return builder.fpext(builder.bitcast(moved, ir.VectorType(ir.HalfType(), LANES)), _FLOATS)
+    moved = builder.and_(builder.ashr(word, filled(halves, 1)), filled(halves, 0xBF80))
+    return builder.fpext(builder.bitcast(moved, ir.VectorType(ir.HalfType(), LANES)), FLOATS)
 
 
 def _permuted(builder, table, indices):
     """Emit the selection of values of a table of 16 floats by the lower four bits of indices."""
     function = cgutils.get_or_insert_function(
         builder.module,
-        ir.FunctionType(_FLOATS, [_FLOATS, _WORDS]),
+        ir.FunctionType(FLOATS, [FLOATS, WORDS]),
         "llvm.x86.avx512.permvar.sf.512",
     )
     return builder.call(function, [table, indices])
@@ -253,17 +256,18 @@ def _zeros(builder, kind: int, tile: _Tile, group, bits: Sequence[int]) -> list[
         return [{} for _ in _COLUMNS]
     found = []
     for c in _COLUMNS:
-        narrow = _load(
-            builder, tile.zeros, builder.add(group, _constant(c)), ir.VectorType(_BYTE, LANES), 1
+        narrow = load_vector(
+            builder, tile.zeros, builder.add(group, constant(c)), ir.VectorType(BYTE, LANES), 1
         )
-        wide = builder.uitofp(builder.zext(narrow, _WORDS), _FLOATS)
-        found.append({at: builder.fadd(wide, _all(_FLOATS, 2.0 ** (23 - at))) for at in bits})
+        wide = builder.uitofp(builder.zext(narrow, WORDS), FLOATS)
+        found.append({at: builder.fadd(wide, filled(FLOATS, 2.0 ** (23 - at))) for at in bits})
     return found
 
 
 def _load_scales(builder, tile: _Tile, group) -> list[Any]:
     return [
-        _load(builder, tile.scales, builder.add(group, _constant(c)), _FLOATS, 4) for c in _COLUMNS
+        load_vector(builder, tile.scales, builder.add(group, constant(c)), FLOATS, 4)
+        for c in _COLUMNS
     ]
 
 
@@ -272,48 +276,35 @@ def _load_units(builder, packing: _Packing, tile: _Tile, k) -> list[Any]:
 
     The codes of the next block are prefetched into the L2 cache.
     """
-    row = builder.lshr(k, _constant(packing.inputs.bit_length() - 1))
-    at = builder.add(tile.codes_at, builder.mul(row, _constant(packing.row_bytes)))
+    row = builder.lshr(k, constant(packing.inputs.bit_length() - 1))
+    at = builder.add(tile.codes_at, builder.mul(row, constant(packing.row_bytes)))
     vector, size = ir.VectorType(packing.unit, LANES), packing.unit.width // 8
     ahead = BLOCK_K // packing.inputs * packing.row_bytes
     for line in range(0, packing.row_bytes, 64):
-        _prefetch(builder, builder.gep(tile.codes, [builder.add(at, _constant(ahead + line))]))
+        prefetch_pointer(
+            builder, builder.gep(tile.codes, [builder.add(at, constant(ahead + line))])
+        )
     return [
-        _load(builder, tile.codes, builder.add(at, _constant(c * size)), vector, 1)
+        load_vector(builder, tile.codes, builder.add(at, constant(c * size)), vector, 1)
         for c in _COLUMNS
     ]
 
 
-def _prefetch(builder, pointer) -> None:
-    """Emit a prefetch for reading into the L2 cache, as `simd.prefetch`."""
-    function = ir.FunctionType(ir.VoidType(), [pointer.type, _WORD, _WORD, _WORD])
-    called = cgutils.get_or_insert_function(builder.module, function, "llvm.prefetch.p0")
-    builder.call(called, [pointer, *(ir.Constant(_WORD, value) for value in (0, 2, 1))])
-
-
 def _group_index(builder, tile: _Tile, k):
     """Emit the index of the scales and zero points of the group of input k."""
-    group = builder.sext(builder.load(builder.gep(tile.groups, [k])), _NUMBER)
-    return builder.add(tile.groups_at, builder.mul(group, _constant(PANEL)))
+    group = builder.sext(builder.load(builder.gep(tile.groups, [k])), INDEX)
+    return builder.add(tile.groups_at, builder.mul(group, constant(PANEL)))
 
 
-def _row_pointers(builder, tile: _Tile, num_rows: int) -> list[Any]:
-    """Emit pointers to rows of x; those from `count` on point to the last row."""
-    last = builder.sub(tile.count, _constant(1))
-    pointers = []
-    for row in range(num_rows):
-        is_given = builder.icmp_signed("<", _constant(row), tile.count)
-        number = builder.select(is_given, _constant(row), last)
-        at = builder.add(tile.x_at, builder.mul(number, tile.x_step))
-        pointers.append(builder.gep(tile.x, [at]))
-    return pointers
+def _x_rows(builder, tile: _Tile, num_rows: int) -> list[Any]:
+    return row_pointers(builder, tile.x, tile.x_at, tile.x_step, tile.count, num_rows)
 
 
 def _zero_totals(builder, num_rows: int) -> list[list[Any]]:
     """Emit variables [num_rows][vectors of a panel] that are 0; LLVM keeps them in registers."""
-    totals = [[cgutils.alloca_once(builder, _FLOATS) for _ in _COLUMNS] for _ in range(num_rows)]
+    totals = [[cgutils.alloca_once(builder, FLOATS) for _ in _COLUMNS] for _ in range(num_rows)]
     for _, total in _numbered(totals):
-        builder.store(_all(_FLOATS, 0.0), total)
+        builder.store(filled(FLOATS, 0.0), total)
     return totals
 
 
@@ -329,37 +320,6 @@ def _numbered(totals: list[list[Any]]) -> list[tuple[int, Any]]:
 def _multiply(builder, totals: list[list[Any]], rows: list[Any], k, values: list[Any]) -> None:
     """Emit `totals += x[:, k] * values`."""
     for row, pointer in zip(totals, rows, strict=True):
-        x = _splat(builder, builder.load(builder.gep(pointer, [k])))
+        x = broadcast(builder, builder.load(builder.gep(pointer, [k])))
         for total, value in zip(row, values, strict=True):
-            builder.store(_fma(builder, x, value, builder.load(total)), total)
-
-
-def _constant(value: int) -> Any:
-    return ir.Constant(_NUMBER, value)
-
-
-def _all(vector, value: float) -> Any:
-    return ir.Constant(vector, [value] * LANES)
-
-
-def _splat(builder, value):
-    vector = ir.VectorType(value.type, LANES)
-    one = builder.insert_element(ir.Constant(vector, ir.Undefined), value, ir.Constant(_WORD, 0))
-    mask = ir.Constant(_WORDS, [0] * LANES)
-    return builder.shuffle_vector(one, ir.Constant(vector, ir.Undefined), mask)
-
-
-def _fma(builder, a, b, c):
-    function = cgutils.get_or_insert_function(
-        builder.module, ir.FunctionType(_FLOATS, [_FLOATS] * 3), "llvm.fma.v16f32"
-    )
-    return builder.call(function, [a, b, c])
-
-
-def _vector(builder, data, at, vector):
-    """Emit a pointer to the vector that begins at element `at`."""
-    return builder.bitcast(builder.gep(data, [at]), vector.as_pointer())
-
-
-def _load(builder, data, at, vector, align: int):
-    return builder.load(_vector(builder, data, at, vector), align=align)
+            builder.store(fma(builder, x, value, builder.load(total)), total)
