@@ -6,6 +6,7 @@ import secrets
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -37,6 +38,11 @@ These processes are the dashboard, the forwarding of logs, and Ray's autoscaler.
 for about a second.
 """
 SECONDS_TO_EXIT = 5.0
+SECONDS_TO_START = 180.0
+"""Longest time that a raylet may take to register its node."""
+SECONDS_BETWEEN_CALLS = 0.1
+
+_get_node = ray_services.get_node
 
 # Environment variables that Ray reads at the start, in this process and its child processes.
 _LOCAL_SETTINGS = {
@@ -83,7 +89,7 @@ class RaySession:
         ray_worker._worker_logs_enabled = False
         try:
             self._start()
-        except (OSError, RuntimeError, ValueError) as error:
+        except Exception as error:  # Ray raises a plain `Exception` if a node starts too slowly
             self.stop()
             at = "did not start" if self._address is None else f"at {self._address} does not answer"
             raise RayFailed(f"Ray {at}: {first_line(error)}") from error
@@ -117,6 +123,7 @@ class RaySession:
         ray_services.ConsolePopen = self._start_process
         for name in UNUSED_PROCESSES:
             setattr(ray_node.Node, name, _start_nothing)
+        ray_services.get_node = self._wait_for_node
         ray.init(
             address="local",
             # Ray makes this folder world-writable, so it must be inside a private folder.
@@ -138,6 +145,26 @@ class RaySession:
         """
         passed = child_environment(env, os.environ, self._pass_env, self._secret_env)
         return subprocess.Popen(command, env=passed, start_new_session=True, **options)
+
+    def _wait_for_node(self, gcs_address: str, node_id: str) -> Any:
+        """Wait until the raylet has registered its node, and return the node's description.
+
+        Replaces a function that Ray calls for only 30 s, which is too short on a busy machine.
+
+        Raises:
+            OSError: the raylet has ended.
+            RuntimeError: the node is not registered after `SECONDS_TO_START`.
+        """
+        deadline = time.monotonic() + SECONDS_TO_START
+        while True:
+            try:
+                return _get_node(gcs_address, node_id)
+            except RuntimeError as error:
+                if not any(each.name() == "raylet" for each in self._descendants.alive()):
+                    raise OSError("the raylet ended during its start") from error
+                if time.monotonic() >= deadline:
+                    raise
+            time.sleep(SECONDS_BETWEEN_CALLS)
 
     def stop(self) -> None:
         """Shut Ray down, kill all local processes of Ray, and delete Ray's files."""
