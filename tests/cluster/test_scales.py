@@ -122,17 +122,20 @@ def test_pool_and_its_nodes_follow_the_load_and_no_stream_drops(
                 assert streamed(running, prompt) == expected[prompt]
 
         clients = [pool.submit(send_requests, *each) for each in enumerate(PROMPTS)]
-        running.wait_for_output('"decision": "mixed: 1 to 2: ')
-        wait_for(lambda: size(running) == (2, 2), "a second worker")
-        assert num_nodes(running) == 2
-        # Two clients continue. One worker is enough for them, so the other worker drains.
-        running.wait_for_output('"decision": "mixed: 2 to 1: ')
-        wait_for(lambda: size(running) == (1, 1), "one worker again")
-        stopped = True
+        try:
+            running.wait_for_output('"decision": "mixed: 1 to 2: ')
+            wait_for(lambda: size(running) == (2, 2), "a second worker")
+            assert num_nodes(running) == 2
+            # Two clients continue. One worker is enough for them, so the other worker drains.
+            running.wait_for_output('"decision": "mixed: 2 to 1: ')
+            wait_for(lambda: size(running) == (1, 1), "one worker again")
+            wait_for(lambda: num_nodes(running) == 1, "the removal of the empty node")
+            reason = readiness_probe.not_ready_reason(nodes.leaving, TIMEOUT_SECONDS, time.time())
+            assert reason == ""
+        finally:
+            stopped = True  # from here on, the last worker may end at any time
         for each in clients:
             each.result()
-    wait_for(lambda: num_nodes(running) == 1, "the removal of the empty node")
-    assert readiness_probe.not_ready_reason(nodes.leaving, TIMEOUT_SECONDS, time.time()) == ""
     running.wait_for_output('"decision": "mixed: 1 to 0: ')
     wait_for(lambda: size(running) == (0, 0), "no worker")
     wait_for(lambda: num_nodes(running) == 0, "the removal of the last worker's node")

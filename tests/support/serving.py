@@ -115,7 +115,7 @@ class Serving:
         return {
             "processes": [each.cmdline() for each in self.processes()],
             "ports": [port for port in (self.http, self.grpc, self.admin) if is_open(port)],
-            "files": [path.name for path in self.temp.iterdir()],
+            "files": [path.name for path in self.temp.iterdir() if not _is_probe(path)],
         }
 
     def end(self) -> None:
@@ -167,3 +167,11 @@ def _title(process: psutil.Process) -> str:
     with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
         return " ".join(process.cmdline())
     return ""
+
+
+def _is_probe(path: Path) -> bool:
+    """Return whether Python wrote this file only to find out if it can write to the folder.
+
+    Python deletes such a file at once, unless the process is killed at that moment.
+    """
+    return path.is_file() and path.read_bytes() in (b"", b"blat")
