@@ -10,12 +10,12 @@ import fcntl
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -25,7 +25,7 @@ from penstock.kernels.cpu_common.numba_runtime import cache_folder, configure_nu
 from penstock.kernels.kv_cache import checksum
 from penstock.kernels.kv_cache import op as cache
 from penstock.kernels.kv_cache.format import format_of
-from penstock.kernels.linear import cpu_packed_f32, quantize_rows
+from penstock.kernels.linear import cpu_packed_f32, cpu_packed_int4, quantize_rows
 from penstock.kernels.linear import cpu_packed_int8 as cpu_packed_int8
 from penstock.kernels.linear import quantized as quantized_linear
 from penstock.kernels.norm import op as norm
@@ -55,13 +55,17 @@ class KernelGroup:
     load: Callable[[], object]
 
 
+Products = Literal["int8", "int4", "weight-only"]
+"""Kinds of products with quantized weights: weights of 8 or 4 bits with INT8 activations, or any
+weights with float activations (`kernels/linear/quantized.py`)."""
+
+
 def required_groups(
     device: torch.device,
     weights: torch.dtype,
     kv_cache: torch.dtype,
-    quantized: bool,
+    products: Collection[Products],
     single_rank: bool,
-    weight_only: bool = False,
     experts: bool = False,
 ) -> list[KernelGroup]:
     """Return the groups that a worker needs; groups that take longest to compile come first.
@@ -70,9 +74,8 @@ def required_groups(
         device: the worker's device; on a GPU the list is empty.
         weights: dtype of the weights.
         kv_cache: dtype of the KV cache.
-        quantized: whether the weights are INT8.
+        products: the kinds of products with quantized weights.
         single_rank: whether the worker has only one rank.
-        weight_only: whether the checkpoint is quantized (`kernels/linear/quantized.py`).
         experts: whether the model is a mixture of experts.
     """
     if device.type != "cpu" or not has_numba():
@@ -81,28 +84,41 @@ def required_groups(
     groups = []
     if weights == torch.float32:
         if single_rank and cpu_packed_f32.has_avx512():
-            extensions = Extensions(quantized, experts, weight_only)
+            extensions = Extensions(
+                "int8" in products, experts, "weight-only" in products, "int4" in products
+            )
             load = partial(graph.load_cpu_kernels, kv_cache, extensions)
             groups.append(KernelGroup(f"program-{kept}{extensions}", load))
         if cpu_packed_f32.has_avx512():
             groups.append(KernelGroup("panels", cpu_packed_f32.load_cpu_kernels))
-        if weight_only and quantized_linear.supports_dequantizing(device, weights):
-            groups.append(KernelGroup("dequantizing", quantized_linear.load_cpu_kernels))
+        groups += _quantized_groups(device, weights, products)
     if cpu_plan.supports_cpu_paged(device, kv_cache):
         groups.append(KernelGroup(f"attention-{kept}", lambda: cpu_plan.load_cpu_kernels(kv_cache)))
     groups.append(KernelGroup("noise", philox.load_cpu_kernels))
     groups.append(KernelGroup("checksum", checksum.load_cpu_kernels))
     groups.append(KernelGroup("token-masks", token_mask.load_cpu_kernels))
     if weights == torch.float32:
-        if quantized:
-            groups.append(KernelGroup("levels", quantize_rows.load_cpu_kernels))
-            if cpu_packed_int8.has_int8_loops():
-                groups.append(KernelGroup("level-products", cpu_packed_int8.load_cpu_kernels))
         groups += [
             KernelGroup(f"rotary-{kept}", lambda: cache.load_cpu_kernels(kv_cache)),
             KernelGroup("gates", activation.load_cpu_kernels),
             KernelGroup("norms", norm.load_cpu_kernels),
         ]
+    return groups
+
+
+def _quantized_groups(
+    device: torch.device, weights: torch.dtype, products: Collection[Products]
+) -> list[KernelGroup]:
+    """Return the groups of products with quantized weights."""
+    groups = []
+    if "weight-only" in products and quantized_linear.supports_dequantizing(device, weights):
+        groups.append(KernelGroup("dequantizing", quantized_linear.load_cpu_kernels))
+    if "int4" in products:
+        groups.append(KernelGroup("int4-products", cpu_packed_int4.load_cpu_kernels))
+    if "int8" in products:
+        if cpu_packed_int8.has_int8_loops():
+            groups.append(KernelGroup("level-products", cpu_packed_int8.load_cpu_kernels))
+        groups.append(KernelGroup("levels", quantize_rows.load_cpu_kernels))
     return groups
 
 

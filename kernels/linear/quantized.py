@@ -13,7 +13,9 @@ covers the published formats:
 
 On a GPU, `triton_quantized` converts a tile of W to the dtype of x in the product's main loop; on a
 CPU with AVX-512, `cpu_dequantizing` converts it to float32. Elsewhere, W is converted by tiles of
-at most `TILE_WEIGHTS` weights, then multiplied by torch. Activations are not quantized.
+at most `TILE_WEIGHTS` weights, then multiplied by torch. Activations are not quantized, unless
+`pack_quantized` is told to: on CPUs with AVX-512 VNNI, `cpu_packed_int4` multiplies 4-bit integers
+by INT8 activations.
 """
 
 from collections.abc import Sequence
@@ -33,6 +35,13 @@ from penstock.kernels.fallback import record_fallback
 from penstock.kernels.linear import code_kinds
 from penstock.kernels.linear.code_tables import E2M1, FP4, NF4
 from penstock.kernels.linear.cpu_packed_f32 import MIN_PARALLEL_MACS, has_avx512
+from penstock.kernels.linear.cpu_packed_int4 import (
+    PackedLinearInt4,
+    has_int4_loops,
+    pack_int4_panels,
+    supported_group,
+)
+from penstock.kernels.linear.panels import padded_bias, to_panels
 from penstock.kernels.linear.triton_quantized import TILE_INPUTS, quantized_matmul_triton
 from penstock.kernels.triton_common.launch import runs_kernels, use_triton
 
@@ -273,7 +282,7 @@ class DequantizingLinear:
 
 
 def supports_dequantizing(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether `pack_quantized` gives a `DequantizingLinear` for activations of `dtype`."""
+    """Return whether CPU loops multiply activations of `dtype` by any `QuantizedMatrix`."""
     if device.type != "cpu" or runs_kernels(device):
         return False
     return dtype == torch.float32 and has_avx512() and has_numba()
@@ -284,28 +293,54 @@ def has_weight_only_kernel(device: torch.device, dtype: torch.dtype) -> bool:
     return runs_kernels(device) or supports_dequantizing(device, dtype)
 
 
+def has_int4_products(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether a kernel multiplies 4-bit weights by activations of `dtype` made INT8."""
+    return has_int4_loops() and supports_dequantizing(device, dtype)
+
+
 def pack_quantized(
-    matrix: QuantizedMatrix, bias: Tensor | None, dtype: torch.dtype
-) -> TiledLinear | DequantizingLinear | TritonQuantizedLinear:
-    """Pack a weight-only linear layer for activations of `dtype`.
+    matrix: QuantizedMatrix,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    int8_activations: bool = False,
+) -> TiledLinear | DequantizingLinear | PackedLinearInt4 | TritonQuantizedLinear:
+    """Pack a linear layer for activations of `dtype`.
 
     On CPUs with AVX-512, the result keeps no reference to `matrix`.
+
+    Args:
+        int8_activations: quantize activations to INT8 if the device has such a product for
+            `matrix`; False: weight-only.
     """
     if runs_kernels(matrix.codes.device) and matrix.codes.numel():
         return TritonQuantizedLinear(matrix, bias, _has_one_group_per_tile(matrix.groups))
     if not supports_dequantizing(matrix.codes.device, dtype) or not matrix.codes.numel():
         return TiledLinear(matrix, bias)
+    group = _integer_group(matrix) if int8_activations else None
+    if group is not None:
+        return pack_int4_panels(matrix.codes, matrix.scales, matrix.zeros, group, bias)
     num_outputs = len(matrix.codes)
-    padded = torch.zeros(-(-num_outputs // _WIDTH) * _WIDTH)
-    if bias is not None:
-        padded[:num_outputs] = bias
     return DequantizingLinear(
-        matrix.kind, _panels(_units(matrix)).view(np.uint8), _panels(_scales(matrix)),
-        _panels(matrix.zeros), _with_ends(matrix.groups), padded.numpy(), num_outputs,
+        matrix.kind, to_panels(_units(matrix)).view(np.uint8), to_panels(_scales(matrix)),
+        to_panels(matrix.zeros), _with_ends(matrix.groups), padded_bias(bias, num_outputs),
+        num_outputs,
     )  # fmt: skip
 
 
-_WIDTH = 48  # equals `cpu_code_tiles.PANEL`, which cannot be imported without numba
+def _integer_group(matrix: QuantizedMatrix) -> int | None:
+    """Return the inputs per group for `pack_int4_panels`; None if it does not support the matrix.
+
+    With act-order, groups are not ranges of inputs.
+    """
+    if matrix.kind != "int4" or not has_int4_loops():
+        return None
+    num_inputs, num_groups = len(matrix.groups), matrix.scales.shape[1]
+    size = int((matrix.groups == 0).sum())
+    if not size or -(-num_inputs // size) != num_groups:
+        return None
+    if not torch.equal(matrix.groups, even_groups(num_inputs, size, matrix.groups.device)):
+        return None
+    return supported_group(num_inputs, size)
 
 
 def _units(matrix: QuantizedMatrix) -> Tensor:
@@ -336,15 +371,6 @@ def _with_ends(groups: Tensor) -> npt.NDArray[np.int32]:
     _, lengths = torch.unique_consecutive(groups, return_counts=True)
     ends = lengths.cumsum(0).repeat_interleave(lengths)
     return torch.cat((groups, ends.to(torch.int32))).numpy()
-
-
-def _panels(rows: Tensor) -> Any:
-    """Rearrange [N, C] to [P, C, 48], flat; rows past N are zero."""
-    num_panels = -(-len(rows) // _WIDTH)
-    panels = torch.zeros(num_panels, rows.shape[1], _WIDTH, dtype=rows.dtype)
-    for panel, outputs in zip(panels, torch.split(rows, _WIDTH), strict=True):
-        panel[:, : len(outputs)] = outputs.T
-    return panels.view(-1).numpy()
 
 
 def load_cpu_kernels() -> None:

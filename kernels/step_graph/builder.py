@@ -28,24 +28,30 @@ from torch import Tensor
 from penstock.kernels.attention.score_mod import ScoreMod
 from penstock.kernels.kv_cache.format import format_of, num_features
 from penstock.kernels.linear.cpu_packed_f32 import PackedLinearF32
+from penstock.kernels.linear.cpu_packed_int4 import PackedLinearInt4
 from penstock.kernels.linear.cpu_packed_int8 import PackedLinearInt8
+from penstock.kernels.linear.quantize_blocks import BLOCK_INPUTS
 from penstock.kernels.linear.quantized import DequantizingLinear
 from penstock.kernels.step_graph.graph import CpuStepGraph
 from penstock.kernels.step_graph.layout import TOKENS, Buffer, ExpertLayout, RowRange
+from penstock.kernels.step_graph.matmul_operations import (
+    MatmulF32,
+    MatmulInt4,
+    MatmulInt8,
+    MatmulQuantized,
+    Quantize,
+    QuantizeBlocks,
+)
 from penstock.kernels.step_graph.opcodes import ALIGNMENT
 from penstock.kernels.step_graph.operations import (
     Add,
     Attend,
     Gate,
     Gemv,
-    MatmulF32,
-    MatmulInt8,
-    MatmulQuantized,
     Norm,
     Operation,
     Permute,
     PermuteIndex,
-    Quantize,
     TopkSoftmax,
     UnpermuteSum,
 )
@@ -143,7 +149,7 @@ class GraphBuilder:
 
     def supports_linear(self, linear: Any) -> bool:
         """Return whether `linear` supports this packed linear layer."""
-        if isinstance(linear, PackedLinearInt8 | DequantizingLinear):
+        if isinstance(linear, PackedLinearInt8 | PackedLinearInt4 | DequantizingLinear):
             return linear.num_outputs % ALIGNMENT == 0
         if not isinstance(linear, PackedLinearF32):
             return False
@@ -167,24 +173,37 @@ class GraphBuilder:
         rows: list[RowRange],
         layout: ExpertLayout | None,
     ) -> None:
-        if len({type(linear) for linear in linears}) != 1:
-            raise UnsupportedGraph("linear layers of several kinds")
+        if len({(type(each), getattr(each, "group_inputs", 0)) for each in linears}) != 1:
+            raise UnsupportedGraph("linear layers of several kinds or sizes of groups")
         for linear in linears:
             if not self.supports_linear(linear):
                 raise UnsupportedGraph(f"product from {x} to {out} by {type(linear).__name__}")
             assert (x.width, out.width) == (linear.num_inputs, linear.num_outputs)
-        if not isinstance(linears[0], PackedLinearInt8):
-            is_f32 = isinstance(linears[0], PackedLinearF32)
-            matmul = MatmulF32 if is_f32 else MatmulQuantized
-            self._append_each(rows, [matmul(x, linear, out) for linear in linears])
+        if isinstance(linears[0], PackedLinearF32):
+            self._append_each(rows, [MatmulF32(x, linear, out) for linear in linears])
             return
-        qvalues = self.scratch("quantized values", x.width // 4, layout)
-        row_scales = self.scratch("row scales", 1, layout)
+        if isinstance(linears[0], DequantizingLinear):
+            self._append_each(rows, [MatmulQuantized(x, linear, out) for linear in linears])
+            return
         # Quantize all rows before the first product, so that one barrier is enough.
+        qvalues = self.scratch("quantized values", x.width // 4, layout)
+        if isinstance(linears[0], PackedLinearInt4):
+            blocks = self._quantize_blocks(x, qvalues, linears[0].run, layout)
+            self._append_each(rows, [blocks] * len(rows))
+            self._append_each(rows, [MatmulInt4(blocks, linear, out) for linear in linears])
+            return
+        row_scales = self.scratch("row scales", 1, layout)
         self._append_each(rows, [Quantize(x, qvalues, row_scales)] * len(rows))
         self._append_each(
             rows, [MatmulInt8(qvalues, row_scales, linear, out) for linear in linears]
         )
+
+    def _quantize_blocks(
+        self, x: Buffer, qvalues: Buffer, run: int, layout: ExpertLayout | None
+    ) -> QuantizeBlocks:
+        row_scales = self.scratch("block scales", -(-x.width // BLOCK_INPUTS), layout)
+        offsets = self.scratch("run offsets", -(-x.width // run), layout)
+        return QuantizeBlocks(x, qvalues, row_scales, offsets, run)
 
     def _append_each(self, rows: list[RowRange], operations: Sequence[Operation]) -> None:
         """Append one operation for each range of `rows`, with one barrier, after the last."""

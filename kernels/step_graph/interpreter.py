@@ -3,6 +3,7 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def"
 
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import cache
 from typing import Any
 
@@ -48,6 +49,7 @@ from penstock.kernels.step_graph.opcodes import (
     LAYER_SIZE,
     LAYER_START,
     MATMUL_F32,
+    MATMUL_INT4,
     MATMUL_INT8,
     MATMUL_QUANTIZED,
     NEXT,
@@ -61,6 +63,7 @@ from penstock.kernels.step_graph.opcodes import (
     PERMUTE,
     PERMUTE_INDEX,
     QUANTIZE,
+    QUANTIZE_BLOCKS,
     ROTARY_DIM,
     SCALE,
     SINKS,
@@ -227,6 +230,18 @@ def _codes_op(
 
 
 @inner()
+def _int4_op(
+    op: Longs, ints: Longs, arena: Floats, rotation: int, me: int, count: int
+) -> None:  # fmt: skip
+    """Execute this thread's part of an operation of INT4_OPCODES."""
+    first, num_rows = ints[op[FIRST]], ints[op[COUNT]]
+    if op[OPCODE] == QUANTIZE_BLOCKS:
+        matmuls.quantize_by_block(op, arena, first, num_rows, me, count)
+    elif op[OPCODE] == MATMUL_INT4:
+        matmuls.int4_linear(op, arena, first, num_rows, (me + rotation) % count, count)
+
+
+@inner()
 def _expert_op(op: Longs, ints: Longs, arena: Floats, me: int, count: int) -> None:
     """Execute this thread's part of an operation of EXPERT_OPCODES."""
     num_rows = ints[op[COUNT]]
@@ -271,7 +286,15 @@ def _barrier_and_prefetch(
     return num_prefetched
 
 
-def _make_run(int8: bool, experts: bool, codes: bool) -> Callable[..., None]:
+@inner()
+def _after(op: Longs, num_prefetched: int, rotation: int) -> tuple[int, int]:
+    """Return `num_prefetched` and `rotation` after an operation, which may be a product."""
+    if op[OPCODE] in (MATMUL_F32, MATMUL_INT8, MATMUL_QUANTIZED, MATMUL_INT4):
+        return 0, rotation + 1
+    return num_prefetched, rotation
+
+
+def _make_run(int8: bool, experts: bool, codes: bool, int4: bool) -> Callable[..., None]:
     """Return the interpreter, in Python, with these `Extensions`.
 
     numba removes the branches of the other extensions before it compiles them, and its disk cache
@@ -307,8 +330,9 @@ def _make_run(int8: bool, experts: bool, codes: bool) -> Callable[..., None]:
                         _expert_op(op, ints, arena, me, count)
                     if codes:
                         _codes_op(op, ints, arena, rotation, me, count)
-                    if op[OPCODE] in (MATMUL_F32, MATMUL_INT8, MATMUL_QUANTIZED):
-                        num_prefetched, rotation = 0, rotation + 1
+                    if int4:
+                        _int4_op(op, ints, arena, rotation, me, count)
+                    num_prefetched, rotation = _after(op, num_prefetched, rotation)
                 if not op[CONTINUES]:
                     times, rotation = times + 1, 0
                     num_prefetched = _barrier_and_prefetch(
@@ -330,7 +354,7 @@ def compile_interpreter(rows: str, extensions: Extensions) -> Any:
         f"void(int64[:, ::1], float32[:, ::1], int64[::1], float32[::1], {rows}[::1],"
         " int64[::1], int64[::1], int32[:, ::1], int64)"
     )
-    body = _make_run(extensions.int8, extensions.experts, extensions.codes)
+    body = _make_run(**asdict(extensions))
     # numba names its index file after `__qualname__`. Each interpreter needs a file of its own,
     # because several processes may compile different interpreters at the same time.
     body.__qualname__ = f"run_{rows}{extensions}"

@@ -16,8 +16,11 @@ from penstock.kernels.cpu_common.simd import prefetch
 from penstock.kernels.linear import cpu_dequantizing, cpu_f32_avx512
 from penstock.kernels.linear.cpu_f32_avx512 import PANEL, TILE_ROWS
 from penstock.kernels.linear.cpu_packed_f32 import MIN_AMX_ROWS, has_amx
+from penstock.kernels.linear.cpu_packed_int4 import has_int4_loops
 from penstock.kernels.linear.cpu_packed_int8 import has_int8_loops
+from penstock.kernels.linear.cpu_quantize_blocks import quantize_blocks
 from penstock.kernels.linear.cpu_quantize_rows import quantize_rows
+from penstock.kernels.linear.quantize_blocks import BLOCK_INPUTS
 from penstock.kernels.step_graph.opcodes import (
     ALIGNMENT,
     BATCH_INVARIANT,
@@ -25,13 +28,17 @@ from penstock.kernels.step_graph.opcodes import (
     BIAS_SIZE,
     CODE_KIND,
     CODE_SCALES,
+    GROUP_INPUTS,
     GROUPS,
+    MATMUL_INT4,
     MATMUL_INT8,
     MATMUL_QUANTIZED,
+    OFFSETS,
     OPCODE,
     OUT,
     OUT_WIDTH,
     ROW_SCALES,
+    RUN,
     SCALES_SIZE,
     WEIGHT,
     WEIGHT_SCALES,
@@ -48,13 +55,16 @@ _f32_amx_columns: Any = (
     cpu_f32_avx512.compute_columns
 )  # placeholder: called only if an import below replaces it
 _int8_columns: Any = cpu_f32_avx512.compute_columns
+_int4_columns: Any = cpu_f32_avx512.compute_columns
 
-HAS_AMX, HAS_INT8_LOOPS = has_amx(), has_int8_loops()
+HAS_AMX, HAS_INT8_LOOPS, HAS_INT4_LOOPS = has_amx(), has_int8_loops(), has_int4_loops()
 if HAS_AMX:
     from penstock.kernels.linear.cpu_f32_amx_bf16x6 import compute_columns as _f32_amx_columns
     from penstock.kernels.linear.cpu_int8_amx import compute_columns as _int8_columns
 elif HAS_INT8_LOOPS:
     from penstock.kernels.linear.cpu_int8_vnni import compute_columns as _int8_columns
+if HAS_INT4_LOOPS:
+    from penstock.kernels.linear.cpu_int4_vnni import compute_columns as _int4_columns
 
 Floats = npt.NDArray[np.float32]
 Longs = npt.NDArray[np.int64]
@@ -66,7 +76,7 @@ _LINE = 16  # number of float32 in a cache line
 def linear(
     op: Longs, arena: Floats, first_row: int, num_rows: int, me: int, count: int
 ) -> None:  # fmt: skip
-    """Execute opcode MATMUL_F32, see `operations.MatmulF32`."""
+    """Execute opcode MATMUL_F32, see `matmul_operations.MatmulF32`."""
     num_inputs, num_outputs = op[X_WIDTH], op[OUT_WIDTH]
     x, y = arena[op[X] + first_row * num_inputs :], arena[op[OUT] + first_row * num_outputs :]
     panels, bias = _floats(op[WEIGHT], op[WEIGHT_SIZE]), _floats(op[BIAS], op[BIAS_SIZE])
@@ -87,7 +97,7 @@ def linear(
 def quantize(
     op: Longs, arena: Floats, first_row: int, num_rows: int, me: int, count: int
 ) -> None:  # fmt: skip
-    """Execute opcode QUANTIZE, see `operations.Quantize`."""
+    """Execute opcode QUANTIZE, see `matmul_operations.Quantize`."""
     width = op[X_WIDTH]
     x = arena[op[X] + first_row * width :][: num_rows * width].reshape(num_rows, width)
     bytes_at = first_row * width
@@ -101,7 +111,7 @@ def quantize(
 def int8_linear(
     op: Longs, arena: Floats, first_row: int, num_rows: int, me: int, count: int
 ) -> None:  # fmt: skip
-    """Execute opcode MATMUL_INT8, see `operations.MatmulInt8`."""
+    """Execute opcode MATMUL_INT8, see `matmul_operations.MatmulInt8`."""
     num_inputs, num_outputs = op[X_WIDTH], op[OUT_WIDTH]
     qvalues = arena[op[X] :].view(np.uint8)[first_row * num_inputs :]
     y, row_scales = arena[op[OUT] + first_row * num_outputs :], arena[op[ROW_SCALES] + first_row :]
@@ -120,7 +130,7 @@ def int8_linear(
 def quantized_linear(
     op: Longs, arena: Floats, first_row: int, num_rows: int, me: int, count: int
 ) -> None:  # fmt: skip
-    """Execute opcode MATMUL_QUANTIZED, see `operations.MatmulQuantized`."""
+    """Execute opcode MATMUL_QUANTIZED, see `matmul_operations.MatmulQuantized`."""
     num_inputs, num_outputs = op[X_WIDTH], op[OUT_WIDTH]
     x, y = arena[op[X] + first_row * num_inputs :], arena[op[OUT] + first_row * num_outputs :]
     first, last = _partition(-(-num_outputs // PANEL), me, count)
@@ -130,6 +140,48 @@ def quantized_linear(
             _floats(op[CODE_SCALES], op[SCALES_SIZE]), _bytes(op[ZEROS], op[ZEROS_SIZE]),
             _ints(op[GROUPS], 2 * num_inputs), _floats(op[BIAS], op[BIAS_SIZE]), y, num_outputs,
             first, last,
+        )  # fmt: skip
+
+
+@inner()
+def quantize_by_block(
+    op: Longs, arena: Floats, first_row: int, num_rows: int, me: int, count: int
+) -> None:  # fmt: skip
+    """Execute opcode QUANTIZE_BLOCKS, see `matmul_operations.QuantizeBlocks`."""
+    width, run = op[X_WIDTH], op[RUN]
+    qvalues, row_scales, offsets = _quantized_rows(op, op[OUT], arena, first_row)
+    first, last = _partition(num_rows, me, count)
+    quantize_blocks(
+        arena[op[X] + first_row * width :], qvalues, row_scales, offsets, width, run, first, last
+    )
+
+
+@inner()
+def _quantized_rows(op: Longs, qvalues_at: int, arena: Floats, first_row: int) -> Any:
+    """Return the quantized values, block scales and run offsets of the rows from `first_row` on."""
+    width = op[X_WIDTH]
+    num_blocks, num_runs = -(-width // BLOCK_INPUTS), -(-width // op[RUN])
+    return (
+        arena[qvalues_at:].view(np.int8)[first_row * width :],
+        arena[op[ROW_SCALES] + first_row * num_blocks :],
+        arena[op[OFFSETS] + first_row * num_runs :].view(np.int32),
+    )
+
+
+@inner()
+def int4_linear(
+    op: Longs, arena: Floats, first_row: int, num_rows: int, me: int, count: int
+) -> None:  # fmt: skip
+    """Execute opcode MATMUL_INT4, see `matmul_operations.MatmulInt4`."""
+    num_inputs, num_outputs = op[X_WIDTH], op[OUT_WIDTH]
+    first, last = _partition(-(-num_outputs // PANEL), me, count)
+    if HAS_INT4_LOOPS and first < last:
+        qvalues, row_scales, offsets = _quantized_rows(op, op[X], arena, first_row)
+        _int4_columns(
+            qvalues, row_scales, offsets, num_rows, num_inputs, op[RUN], op[GROUP_INPUTS],
+            _bytes(op[WEIGHT], op[WEIGHT_SIZE]), _floats(op[CODE_SCALES], op[SCALES_SIZE]),
+            _bytes(op[ZEROS], op[ZEROS_SIZE]), _floats(op[BIAS], op[BIAS_SIZE]),
+            arena[op[OUT] + first_row * num_outputs :], num_outputs, first, last,
         )  # fmt: skip
 
 
@@ -144,7 +196,7 @@ def prefetch_weights(op: Longs, num_prefetched: int, me: int, count: int) -> int
             prefetch(_bytes(op[WEIGHT], op[WEIGHT_SIZE]), at)
         return num_prefetched + 1
     first, last = _partition(-(-num_outputs // PANEL), me, count)
-    if op[OPCODE] == MATMUL_QUANTIZED:
+    if op[OPCODE] in (MATMUL_QUANTIZED, MATMUL_INT4):
         size = op[WEIGHT_SIZE] // (op[BIAS_SIZE] // PANEL)  # bytes of a panel
         at = first * size + num_prefetched * 64
         if at < last * size:

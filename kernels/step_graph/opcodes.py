@@ -9,11 +9,12 @@ from dataclasses import dataclass
 
 NORM, MATMUL_F32, QUANTIZE, MATMUL_INT8, ATTEND, GATE, ADD = range(7)
 GEMV, TOPK_SOFTMAX, PERMUTE_INDEX, PERMUTE, UNPERMUTE_SUM = range(7, 12)
-MATMUL_QUANTIZED = 12
+MATMUL_QUANTIZED, QUANTIZE_BLOCKS, MATMUL_INT4 = range(12, 15)
 """Opcodes. `operations` has a class for each."""
 
 INT8_OPCODES = frozenset({QUANTIZE, MATMUL_INT8})
 EXPERT_OPCODES = frozenset({GEMV, TOPK_SOFTMAX, PERMUTE_INDEX, PERMUTE, UNPERMUTE_SUM})
+INT4_OPCODES = frozenset({QUANTIZE_BLOCKS, MATMUL_INT4})
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,17 +28,19 @@ class Extensions:
     int8: bool = False  # True if the interpreter has INT8_OPCODES
     experts: bool = False  # True if the interpreter has EXPERT_OPCODES
     codes: bool = False  # True if the interpreter has MATMUL_QUANTIZED
+    int4: bool = False  # True if the interpreter has INT4_OPCODES
 
     @classmethod
     def of(cls, opcodes: Iterable[int]) -> "Extensions":
         """Return the extensions to which the opcodes belong."""
         found = frozenset(opcodes)
         return cls(
-            bool(found & INT8_OPCODES), bool(found & EXPERT_OPCODES), MATMUL_QUANTIZED in found
-        )
+            bool(found & INT8_OPCODES), bool(found & EXPERT_OPCODES), MATMUL_QUANTIZED in found,
+            bool(found & INT4_OPCODES),
+        )  # fmt: skip
 
     def __str__(self) -> str:
-        names = ("int8", "experts", "codes")
+        names = ("int8", "experts", "codes", "int4")
         return "".join(f"-{name}" for name in names if getattr(self, name))
 
 
@@ -62,6 +65,10 @@ ROW_SCALES, WEIGHT_SCALES, ZERO_POINT_CORRECTION = range(13, 16)
 
 CODE_KIND, CODE_SCALES, SCALES_SIZE, ZEROS, ZEROS_SIZE, GROUPS = range(13, 19)
 """Columns of `MatmulQuantized`: a number of `linear/code_kinds`, addresses and sizes."""
+
+OFFSETS, RUN, GROUP_INPUTS = range(18, 21)
+"""Columns of `MatmulInt4`, which also has ROW_SCALES and CODE_SCALES to ZEROS_SIZE. OFFSETS, RUN
+and ROW_SCALES are also columns of `QuantizeBlocks`."""
 
 ADDED, NUM_GROUPS, GROUP_SIZE = range(13, 16)
 """Columns of `Norm`: see `operations.Norm`; ADDED is -1 for None. ADDED is also a column of

@@ -1,7 +1,8 @@
 """Operations of a CPU step graph.
 
-Each class describes one opcode of `interpreter`. Its method `columns` is the only code that writes
-this opcode's columns of the integer table. `builder.GraphBuilder` checks the arguments.
+Each class describes one opcode of `interpreter`. The method `columns` of a class is the only code
+that writes its opcode's columns of the integer table. `builder.GraphBuilder` checks the arguments.
+`matmul_operations` has the classes of matrix products.
 """
 
 from abc import ABC, abstractmethod
@@ -10,9 +11,6 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from penstock.kernels.linear.cpu_packed_f32 import PackedLinearF32
-from penstock.kernels.linear.cpu_packed_int8 import PackedLinearInt8
-from penstock.kernels.linear.quantized import KIND_NUMBERS, DequantizingLinear
 from penstock.kernels.step_graph import opcodes as codes
 from penstock.kernels.step_graph.layout import TOKENS, Buffer, ExpertLayout, RowRange
 
@@ -59,8 +57,8 @@ class Norm(Operation):
 
     def columns(self) -> dict[int, int]:
         return {
-            **_input(self.x, self.first),
-            **_output(self.out, self.first),
+            **input_columns(self.x, self.first),
+            **output_columns(self.out, self.first),
             codes.WEIGHT: self.weight.data_ptr(),
             codes.ADDED: _at(self.added),
             codes.NUM_GROUPS: self.size // len(self.weight),
@@ -69,99 +67,6 @@ class Norm(Operation):
 
     def floats(self) -> dict[int, float]:
         return {codes.EPS: self.eps}
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class MatmulF32(Operation):
-    """`out = x Wᵀ + b` with packed float32 weights."""
-
-    opcode = codes.MATMUL_F32
-
-    x: Buffer
-    linear: PackedLinearF32
-    out: Buffer
-
-    def columns(self) -> dict[int, int]:
-        return {
-            **_input(self.x),
-            **_output(self.out),
-            codes.WEIGHT: self.linear.panels.ctypes.data,
-            codes.WEIGHT_SIZE: len(self.linear.panels),
-            codes.BIAS: self.linear.bias.ctypes.data,
-            codes.BIAS_SIZE: len(self.linear.bias),
-            codes.BATCH_INVARIANT: int(self.linear.batch_invariant),
-        }
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Quantize(Operation):
-    """`qvalues, row_scales = x quantized to INT8`; each element of `qvalues` holds four values."""
-
-    opcode = codes.QUANTIZE
-
-    x: Buffer
-    qvalues: Buffer
-    row_scales: Buffer
-
-    def columns(self) -> dict[int, int]:
-        return {
-            **_input(self.x),
-            codes.OUT: self.qvalues.at,
-            codes.ROW_SCALES: self.row_scales.at,
-        }
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class MatmulInt8(Operation):
-    """`out = x Wᵀ + b` with packed INT8 weights, where x was quantized by `Quantize`."""
-
-    opcode = codes.MATMUL_INT8
-
-    qvalues: Buffer
-    row_scales: Buffer
-    linear: PackedLinearInt8
-    out: Buffer
-
-    def columns(self) -> dict[int, int]:
-        return {
-            codes.X: self.qvalues.at,
-            codes.X_WIDTH: self.linear.num_inputs,
-            **_output(self.out),
-            codes.WEIGHT: self.linear.tiles.ctypes.data,
-            codes.WEIGHT_SIZE: len(self.linear.tiles),
-            codes.BIAS: self.linear.bias.ctypes.data,
-            codes.ROW_SCALES: self.row_scales.at,
-            codes.WEIGHT_SCALES: self.linear.scales.ctypes.data,
-            codes.ZERO_POINT_CORRECTION: self.linear.shifts.ctypes.data,
-        }
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class MatmulQuantized(Operation):
-    """`out = x Wᵀ + b`, where W is stored as codes of 4 or 8 bits and x is float32."""
-
-    opcode = codes.MATMUL_QUANTIZED
-
-    x: Buffer
-    linear: DequantizingLinear
-    out: Buffer
-
-    def columns(self) -> dict[int, int]:
-        linear = self.linear
-        return {
-            **_input(self.x),
-            **_output(self.out),
-            codes.WEIGHT: linear.codes.ctypes.data,
-            codes.WEIGHT_SIZE: len(linear.codes),
-            codes.BIAS: linear.bias.ctypes.data,
-            codes.BIAS_SIZE: len(linear.bias),
-            codes.CODE_KIND: KIND_NUMBERS[linear.kind],
-            codes.CODE_SCALES: linear.scales.ctypes.data,
-            codes.SCALES_SIZE: len(linear.scales),
-            codes.ZEROS: linear.zeros.ctypes.data,
-            codes.ZEROS_SIZE: len(linear.zeros),
-            codes.GROUPS: linear.groups.ctypes.data,
-        }
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -226,7 +131,7 @@ class Gate(Operation):
     def columns(self) -> dict[int, int]:
         return {
             codes.X: self.x.at,
-            **_output(self.out),
+            **output_columns(self.out),
             codes.GATE_KIND: codes.GATES[self.kind],
         }
 
@@ -241,7 +146,7 @@ class Add(Operation):
     added: Buffer
 
     def columns(self) -> dict[int, int]:
-        return {**_input(self.x), codes.ADDED: self.added.at}
+        return {**input_columns(self.x), codes.ADDED: self.added.at}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -256,8 +161,8 @@ class Gemv(Operation):
 
     def columns(self) -> dict[int, int]:
         return {
-            **_input(self.x),
-            **_output(self.out),
+            **input_columns(self.x),
+            **output_columns(self.out),
             codes.WEIGHT: self.weight.data_ptr(),
         }
 
@@ -311,7 +216,7 @@ class Permute(Operation):
 
     def columns(self) -> dict[int, int]:
         return {
-            **_input(self.x),
+            **input_columns(self.x),
             codes.OUT: self.out.at,
             **_choices(self.layout),
         }
@@ -332,7 +237,7 @@ class UnpermuteSum(Operation):
 
     def columns(self) -> dict[int, int]:
         return {
-            **_input(self.x),
+            **input_columns(self.x),
             codes.OUT: self.out.at,
             **_choices(self.layout),
             codes.EXPERT_WEIGHTS: self.weights.at,
@@ -341,11 +246,13 @@ class UnpermuteSum(Operation):
         }
 
 
-def _input(buffer: Buffer, first: int = 0) -> dict[int, int]:
+def input_columns(buffer: Buffer, first: int = 0) -> dict[int, int]:
+    """Return the columns of the input buffer, whose values begin at feature `first`."""
     return {codes.X: buffer.at + first, codes.X_WIDTH: buffer.width}
 
 
-def _output(buffer: Buffer, first: int = 0) -> dict[int, int]:
+def output_columns(buffer: Buffer, first: int = 0) -> dict[int, int]:
+    """Return the columns of the output buffer, whose values begin at feature `first`."""
     return {codes.OUT: buffer.at + first, codes.OUT_WIDTH: buffer.width}
 
 

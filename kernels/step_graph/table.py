@@ -8,11 +8,14 @@ import numpy.typing as npt
 
 from penstock.kernels.step_graph import opcodes as codes
 from penstock.kernels.step_graph.layout import TOKENS
-from penstock.kernels.step_graph.operations import (
-    Add,
+from penstock.kernels.step_graph.matmul_operations import (
     MatmulF32,
+    MatmulInt4,
     MatmulInt8,
     MatmulQuantized,
+)
+from penstock.kernels.step_graph.operations import (
+    Add,
     Norm,
     Operation,
     PermuteIndex,
@@ -66,6 +69,6 @@ def _next_matmuls(operations: Sequence[Operation]) -> list[int]:
         if isinstance(operation, PermuteIndex) and operations[following].rows != TOKENS:
             following = -1
         found[number] = following
-        if isinstance(operation, MatmulF32 | MatmulInt8 | MatmulQuantized):
+        if isinstance(operation, MatmulF32 | MatmulInt8 | MatmulInt4 | MatmulQuantized):
             following = number
     return found

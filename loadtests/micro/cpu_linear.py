@@ -91,14 +91,17 @@ def variants() -> dict[str, Variant]:
     if not int8_unsupported_reason(torch.device("cpu"), torch.float32):
         found["INT8"] = lambda weight: pack_int8(weight, None)
     if supports_dequantizing(torch.device("cpu"), torch.float32):
-        found["int4"] = lambda weight: _pack_weight_only(weight, "int4")
-        found["fp8"] = lambda weight: _pack_weight_only(weight, "fp8")
+        found["int4"] = lambda weight: _pack(weight, "int4", int8_activations=True)
+        found["int4, weight-only"] = lambda weight: _pack(weight, "int4")
+        found["fp8"] = lambda weight: _pack(weight, "fp8")
         found["q8_0"] = _pack_q8_0
     return found
 
 
-def _pack_weight_only(weight: Tensor, form: WeightForm) -> Callable[[Tensor], Tensor]:
-    return pack_quantized(quantize_weight(weight, form), None, torch.float32)
+def _pack(
+    weight: Tensor, form: WeightForm, int8_activations: bool = False
+) -> Callable[[Tensor], Tensor]:
+    return pack_quantized(quantize_weight(weight, form), None, torch.float32, int8_activations)
 
 
 def _pack_q8_0(weight: Tensor) -> Callable[[Tensor], Tensor]:

@@ -164,10 +164,10 @@ def test_join_raises_the_error_of_the_loader_thread(tmp_path: Path) -> None:
 
 def test_required_groups_depend_on_device_and_dtypes() -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    assert required_groups(gpu, torch.bfloat16, torch.bfloat16, False, True) == []
-    wide = required_groups(cpu, torch.float32, torch.float32, False, True)
+    assert required_groups(gpu, torch.bfloat16, torch.bfloat16, (), True) == []
+    wide = required_groups(cpu, torch.float32, torch.float32, (), True)
     names = [each.name for each in wide]
     assert {"attention-float32", "rotary-float32", "noise", "norms"} < set(names)
-    narrow = required_groups(cpu, torch.float32, torch.bfloat16, True, False)
+    narrow = required_groups(cpu, torch.float32, torch.bfloat16, ("int8",), False)
     assert "attention-bfloat16" in [each.name for each in narrow]
     assert not any(each.name.startswith("program") for each in narrow)

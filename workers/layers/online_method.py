@@ -32,8 +32,8 @@ class OnlineMethod(FloatMethod):
     the rows and keeps its own inputs. The codes, scales and zero points are therefore equal for any
     number of ranks.
 
-    INT8 weights use INT8 products, which quantize activations as well. The other forms are
-    weight-only.
+    INT8 weights use INT8 products, which quantize activations as well. So do 4-bit weights on a CPU
+    with VNNI. All other products are weight-only.
 
     Args:
         form: the form of quantization; see `quantize_weight`.
@@ -69,12 +69,16 @@ def own_inputs(matrix: QuantizedMatrix, inputs: tuple[int, int] | None) -> Quant
 
 
 def pack_codes(linear: Linear, matrix: QuantizedMatrix) -> None:
-    """Replace the weights of `linear` by codes; `int8` codes get INT8 products if possible."""
+    """Replace the weights of `linear` by codes.
+
+    Codes of `int8` and `int4` get products with INT8 activations if the device has them.
+    """
     dtype, device = linear.weight.dtype, matrix.codes.device
     if matrix.kind == "int8" and not int8_unsupported_reason(device, dtype):
         linear.packed = pack_int8_matrix(matrix, linear.bias)
     else:
-        linear.packed = pack_quantized(matrix, linear.bias, dtype)
+        # Rounding to 4 bits has ten times the error of INT8 activations (`cpu_packed_int4`).
+        linear.packed = pack_quantized(matrix, linear.bias, dtype, int8_activations=True)
     linear.weight = torch.empty(0, matrix.shape[1], dtype=dtype, device=device)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from penstock.common.gguf.checkpoint import is_gguf, open_gguf
-from penstock.kernels.cpu_common.cpu_features import has_amx
+from penstock.kernels.cpu_common.cpu_features import has_amx, has_vnni
 from penstock.kernels.kv_cache.format import KvCacheFormat
 from penstock.workers.models.protocols import ModelInfo
 from penstock.workers.parallel.mesh import Mesh
@@ -87,7 +87,8 @@ def numerics_of(block_size: int, device: torch.device, mesh: Mesh) -> str:
     given = f"{block_size} {mesh}"
     if device.type == "cuda":
         return f"{given} {torch.cuda.get_device_name(device)}"
-    return f"{given} {torch.backends.cpu.get_cpu_capability()} {'AMX' if has_amx() else ''}"
+    integers = "AMX" if has_amx() else "VNNI" if has_vnni() else ""
+    return f"{given} {torch.backends.cpu.get_cpu_capability()} {integers}"
 
 
 def layout_mismatch(theirs: str, ours: str) -> str:

@@ -10,8 +10,14 @@ from torch._C._distributed_c10d import Store
 
 from penstock.kernels.attention.backends.choice import choose_attention_backend
 from penstock.kernels.attention.backends.interface import AttentionBackend
-from penstock.kernels.cpu_compilation import CpuKernelLoader, KernelGroup, required_groups
+from penstock.kernels.cpu_compilation import (
+    CpuKernelLoader,
+    KernelGroup,
+    Products,
+    required_groups,
+)
 from penstock.kernels.kv_cache.format import KvCacheFormat
+from penstock.kernels.linear.quantized import has_int4_products
 from penstock.kernels.triton_common.tuned_tiles import load_tuned_tiles
 from penstock.workers.config import WorkerConfig
 from penstock.workers.engine.model_runner import ModelRunner
@@ -27,6 +33,7 @@ from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.protocols import Model, ModelInfo
 from penstock.workers.models.quantization import read_quantization
 from penstock.workers.models.spec import is_native, read_config, read_spec
+from penstock.workers.models.weight_scheme import WeightScheme
 from penstock.workers.parallel.communicator import Communicator
 from penstock.workers.parallel.mesh import MeshCoord
 from penstock.workers.parallel.parallel_groups import SINGLE_RANK, all_reduce_min, connect_ranks
@@ -234,13 +241,31 @@ def _loop_groups(config: WorkerConfig, device: torch.device) -> list[KernelGroup
         return []
     single_rank = config.coord.mesh.num_ranks == 1
     schemes = [] if quantization is None else [rule.scheme for rule in quantization.rules]
-    w8a8 = [scheme.allows_int8_products for scheme in schemes]
-    is_int8 = any(w8a8) or config.quantization == "int8"
+    products = {_products(scheme) for scheme in schemes} | _online_products(config.quantization)
+    if "int4" in products and not has_int4_products(device, dtype):
+        products = products - {"int4"} | {"weight-only"}
     keeps = keeps_blocks(
         config.model, config.quantization, config.deterministic, device, dtype
     ) and has_packable_blocks(config.model)
-    is_weight_only = keeps or not all(w8a8) or config.quantization in ("fp8", "int4")
-    return required_groups(device, dtype, form.dtype, is_int8, single_rank, is_weight_only, experts)
+    if keeps:
+        products.add("weight-only")
+    return required_groups(device, dtype, form.dtype, products, single_rank, experts)
+
+
+def _products(scheme: WeightScheme) -> Products:
+    """Return the kind of products of a quantized checkpoint, on a CPU that has all kinds."""
+    if scheme.allows_int8_products:
+        return "int8"
+    return "int4" if scheme.bits == 4 and scheme.activations == "int8" else "weight-only"
+
+
+def _online_products(quantization: str) -> set[Products]:
+    """Return the kinds of products of weights that are quantized while they are loaded."""
+    if quantization == "int8":
+        return {"int8"}
+    if quantization == "int4":
+        return {"int4"}
+    return {"weight-only"} if quantization == "fp8" else set()
 
 
 def _runs_asynchronously(decoder: Model) -> bool:

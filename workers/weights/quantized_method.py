@@ -9,7 +9,12 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.linear.op import int8_unsupported_reason, pack_int8_matrix
-from penstock.kernels.linear.quantized import QuantizedMatrix, concatenate, pack_quantized
+from penstock.kernels.linear.quantized import (
+    QuantizedMatrix,
+    concatenate,
+    has_int4_products,
+    pack_quantized,
+)
 from penstock.workers.layers.linear import Linear, PackingOptions
 from penstock.workers.layers.parameter import FLOATS, Parameter
 from penstock.workers.models.config import UnsupportedModel
@@ -30,9 +35,9 @@ log = logging.getLogger(__name__)
 class QuantizedMethod:
     """Method of one `Linear` whose modules are quantized in the checkpoint.
 
-    Checkpoints with INT8 weights and INT8 activations use the INT8 product, if the device has one.
-    Each token then has one activation scale, computed at run time; static scales of the checkpoint
-    are ignored. All other products are weight-only: activations are not quantized.
+    Checkpoints with INT8 activations use a product of integers, if the device has one for their
+    weights. The scales of activations are computed at run time; static scales of the checkpoint are
+    ignored. All other products are weight-only: activations are not quantized.
     """
 
     modules: tuple[QuantizedModule, ...]
@@ -64,7 +69,8 @@ class QuantizedMethod:
         if self._uses_int8_product(matrix, dtype):
             linear.packed = pack_int8_matrix(matrix, linear.bias)
         else:
-            linear.packed = pack_quantized(matrix, linear.bias, dtype)
+            int8_activations = all(each.scheme.activations == "int8" for each in self.modules)
+            linear.packed = pack_quantized(matrix, linear.bias, dtype, int8_activations)
         linear.weight = torch.empty(0, inputs, dtype=dtype, device=matrix.codes.device)
 
     def finish_dense(self, linear: Linear) -> None:
@@ -226,11 +232,14 @@ def log_weight_only(
 ) -> None:
     """Log a warning if the checkpoint requests quantized activations that the device lacks."""
     schemes = {module.scheme for module in modules.values()}
-    has_int8 = not int8_unsupported_reason(device, dtype)
+    has_int8 = {
+        8: not int8_unsupported_reason(device, dtype),
+        4: has_int4_products(device, dtype),
+    }
     lacking = sorted(
         each.activations
         for each in schemes
-        if each.activations and not (each.activations == "int8" and has_int8 and each.bits == 8)
+        if each.activations and not (each.activations == "int8" and has_int8.get(each.bits))
     )
     if lacking:
         log.warning(

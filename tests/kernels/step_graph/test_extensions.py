@@ -10,7 +10,7 @@ from penstock.kernels.cpu_common.numba_runtime import configure_numba, has_numba
 from penstock.kernels.step_graph import opcodes
 from penstock.kernels.step_graph.opcodes import Extensions
 
-FUNCTIONS = {"int8": "_int8_op", "experts": "_expert_op", "codes": "_codes_op"}
+FUNCTIONS = {"int8": "_int8_op", "experts": "_expert_op", "codes": "_codes_op", "int4": "_int4_op"}
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,8 @@ FUNCTIONS = {"int8": "_int8_op", "experts": "_expert_op", "codes": "_codes_op"}
         Extensions(int8=True),
         Extensions(experts=True),
         Extensions(codes=True),
-        Extensions(int8=True, experts=True, codes=True),
+        Extensions(int4=True),
+        Extensions(int8=True, experts=True, codes=True, int4=True),
     ],
     ids=lambda each: str(each) or "none",
 )
@@ -48,7 +49,7 @@ def test_branches_of_absent_extensions_are_removed_before_they_are_compiled(
 def test_extensions_of_a_graph_follow_from_its_opcodes() -> None:
     dense = [opcodes.NORM, opcodes.MATMUL_F32, opcodes.ATTEND, opcodes.GATE, opcodes.ADD]
     assert Extensions.of(dense) == Extensions()
-    for opcode in range(max(dense) + 1, opcodes.MATMUL_QUANTIZED + 1):
+    for opcode in range(max(dense) + 1, opcodes.MATMUL_INT4 + 1):
         found = Extensions.of([*dense, opcode])
         assert sum(asdict(found).values()) == 1, "one extension has this opcode"
     assert Extensions.of([opcodes.MATMUL_INT8]) == Extensions.of([opcodes.QUANTIZE])

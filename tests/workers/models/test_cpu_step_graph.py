@@ -13,9 +13,16 @@ from torch import Tensor
 
 from penstock.kernels.kv_cache.format import FORMATS, KvCacheFormat
 from penstock.kernels.linear import cpu_packed_f32, cpu_packed_int8
+from penstock.kernels.linear.cpu_packed_int4 import has_int4_loops
 from penstock.kernels.moe.routing import Routing
 from penstock.kernels.step_graph.graph import CpuStepGraph
-from penstock.kernels.step_graph.opcodes import MATMUL_F32, MATMUL_QUANTIZED, OPCODE, Extensions
+from penstock.kernels.step_graph.opcodes import (
+    MATMUL_F32,
+    MATMUL_INT4,
+    MATMUL_QUANTIZED,
+    OPCODE,
+    Extensions,
+)
 from penstock.workers.config import WorkerConfig
 from penstock.workers.engine import model_runner
 from penstock.workers.layers import packing
@@ -251,7 +258,8 @@ def test_weight_only_graph_has_the_bits_of_eager_execution(
     assert (graph is None) == (name == "mixtral" and deterministic)
     if graph is not None:
         opcodes = graph.graph.table[:, OPCODE]
-        assert MATMUL_QUANTIZED in opcodes
+        integers = quantization == "int4" and has_int4_loops()
+        assert (MATMUL_INT4 if integers else MATMUL_QUANTIZED) in opcodes
         assert MATMUL_F32 not in opcodes
     tolerance = 1e-5 if name == "mixtral" and not deterministic else 0.0
     for ours, expected in zip(*run_with_and_without_graph(decoder, monkeypatch), strict=True):

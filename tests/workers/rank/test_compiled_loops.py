@@ -7,6 +7,7 @@ import torch
 
 from penstock.kernels.linear import cpu_packed_int8
 from penstock.kernels.linear.cpu_packed_f32 import has_avx512
+from penstock.kernels.linear.cpu_packed_int4 import has_int4_loops
 from penstock.workers.config import WorkerConfig
 from penstock.workers.rank.rank_runtime import _loop_groups
 from tests.support.gguf_files import make_gguf
@@ -15,6 +16,7 @@ from tests.support.tiny import tiny_checkpoint
 
 CPU = torch.device("cpu")
 WEIGHT_ONLY, INT8 = {"dequantizing"}, {"level-products", "levels"}
+INT4 = {"int4-products"} if has_int4_loops() else WEIGHT_ONLY
 
 pytestmark = pytest.mark.skipif(not has_avx512(), reason="needs AVX-512")
 
@@ -27,7 +29,7 @@ def int8_loops(monkeypatch: pytest.MonkeyPatch) -> None:
 def loaded(folder: Path, quantization: str = "none") -> set[str]:
     """Return the groups of loops that only some forms of weights need."""
     config = WorkerConfig("w", folder, quantization=quantization)
-    return {each.name for each in _loop_groups(config, CPU)} & (WEIGHT_ONLY | INT8)
+    return {each.name for each in _loop_groups(config, CPU)} & (WEIGHT_ONLY | INT8 | INT4)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +51,7 @@ def test_quantized_checkpoints_load_the_loops_of_their_products(
 
 @pytest.mark.parametrize(
     ("quantization", "expected"),
-    [("none", set()), ("int8", INT8), ("fp8", WEIGHT_ONLY), ("int4", WEIGHT_ONLY)],
+    [("none", set()), ("int8", INT8), ("fp8", WEIGHT_ONLY), ("int4", INT4)],
 )
 def test_float_checkpoints_load_the_loops_of_the_option(
     quantization: str, expected: set[str], tmp_path: Path

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 
+from penstock.kernels.linear import quantized
 from penstock.kernels.linear.cpu_packed_f32 import has_avx512
 from penstock.kernels.linear.quantize_weights import WEIGHT_FORMS, WeightForm
 from penstock.kernels.linear.quantized import QuantizedMatrix, TiledLinear
@@ -80,8 +81,18 @@ def prompts() -> list[list[int]]:
     return [numbers.integers(4, VOCAB_SIZE, length).tolist() for length in (12, 37)]
 
 
+@pytest.fixture
+def float_activations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Multiply 4-bit weights as a CPU without VNNI does, which does not quantize activations.
+
+    `tests/kernels/linear/test_cpu_packed_int4.py` tests products with quantized activations.
+    """
+    monkeypatch.setattr(quantized, "has_int4_loops", lambda: False)
+
+
 @pytest.mark.parametrize("form", ["fp8", "int4"])
 @pytest.mark.parametrize("config", [llama, mixtral, gpt_oss])
+@pytest.mark.usefixtures("float_activations")
 def test_logits_are_those_of_the_rounded_weights(
     form: WeightForm, config: Callable[[], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

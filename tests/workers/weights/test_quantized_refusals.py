@@ -9,6 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from penstock.kernels.linear.cpu_packed_int4 import PackedLinearInt4, has_int4_loops
+from penstock.kernels.linear.quantized import DequantizingLinear
 from penstock.workers.models.config import BadCheckpoint, UnsupportedModel
 from penstock.workers.models.spec import check_config
 from penstock.workers.weights import loading
@@ -183,6 +185,30 @@ def test_products_that_the_device_lacks_are_logged_once(
     load_model(made["awq"], "auto", CPU)
     [record] = [each for each in caplog.records if "weight-only" in each.message]
     assert "FP8 products are not available on cpu with float32" in record.message
+
+
+def test_four_bit_weights_with_int8_activations_use_products_of_integers_if_the_cpu_has_them(
+    made: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = made["packed-4-groups"]
+    [group] = quantization_config(source)["config_groups"].values()
+    group["input_activations"] = {"num_bits": 8, "type": "int", "symmetric": True}
+    folder = changed(source, tmp_path, same, config_groups={"group_0": group})
+    _, weight_only = load_model(source, "auto", CPU)
+    _, decoder = load_model(folder, "auto", CPU)
+    x = torch.randn(3, 192)
+    for (_, one), (_, other) in zip(decoder.linears(), weight_only.linears(), strict=True):
+        if isinstance(other.packed, DequantizingLinear):
+            assert isinstance(one.packed, PackedLinearInt4) == has_int4_loops()
+            if one.packed.num_inputs == 192:
+                ours, expected = one(x), other(x)
+                assert (ours - expected).norm() < 0.02 * expected.norm()
+    assert any("weight-only" in each.message for each in caplog.records) != has_int4_loops()
+
+
+def quantization_config(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "config.json").read_text())["quantization_config"]
+    return found
 
 
 def test_bfloat16_products_are_within_the_rounding_of_their_operands(

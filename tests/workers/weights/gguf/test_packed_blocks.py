@@ -52,7 +52,9 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 def held(kernel: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep the codes of all layers as they were loaded."""
 
-    def hold(matrix: QuantizedMatrix, bias: Tensor | None, dtype: torch.dtype) -> TiledLinear:
+    def hold(
+        matrix: QuantizedMatrix, bias: Tensor | None, dtype: torch.dtype, int8_activations: bool
+    ) -> TiledLinear:
         return TiledLinear(matrix, bias)
 
     monkeypatch.setattr(quantized_method, "pack_quantized", hold)

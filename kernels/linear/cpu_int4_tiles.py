@@ -1,0 +1,220 @@
+"""Numba intrinsic that multiplies rows of 8-bit integers by 4-bit codes, with AVX-512 VNNI.
+
+Codes become bytes in registers, and each vector of bytes is multiplied by all rows of the tile.
+`cpu_packed_int4` describes the formula and the order of summation.
+"""
+
+# mypy: disable-error-code="no-untyped-call, no-untyped-def"
+
+from dataclasses import dataclass
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils, types
+
+from penstock.kernels.cpu_common.emit import (
+    BYTE,
+    FLOATS,
+    INDEX,
+    LANES,
+    WORD,
+    WORDS,
+    broadcast,
+    by_row_count,
+    constant,
+    filled,
+    fma,
+    load_vector,
+    prefetch_pointer,
+    row_pointers,
+    vector_at,
+)
+from penstock.kernels.cpu_common.simd import simd_intrinsic
+
+TILE_ROWS, PANEL = 8, 48
+UNIT_INPUTS = 8
+"""Inputs whose codes are in one word of 32 bits."""
+
+BLOCK_K = 256
+"""Inputs per block: the activations of a row in a block have one scale."""
+
+_ROWS, _COLUMNS = (1, 2, 4, 6, TILE_ROWS), range(0, PANEL, LANES)
+_UNIT_BYTES = 4 * PANEL
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """The arguments of `multiply_block`: pointers to the data of its arrays, and integers."""
+
+    qvalues: Any
+    q_at: Any
+    q_step: Any
+    row_scales: Any
+    row_scales_at: Any
+    row_scales_step: Any
+    offsets: Any
+    offsets_at: Any
+    offsets_step: Any
+    count: Any
+    num_inputs: Any
+    run: Any
+    codes: Any
+    codes_at: Any
+    scales: Any
+    zeros: Any
+    group_at: Any
+    group_step: Any
+    y: Any
+    y_at: Any
+    y_step: Any
+
+
+@simd_intrinsic
+def multiply_block(
+    typing, qvalues, q_at, q_step, row_scales, row_scales_at, row_scales_step, offsets, offsets_at,
+    offsets_step, count, num_inputs, run, codes, codes_at, scales, zeros, group_at, group_step, y,
+    y_at, y_step,
+):  # fmt: skip
+    """Add the products of one block of inputs to a panel of `count` rows of y.
+
+    For all arrays, `at` is the index of the first element, and `step` the number of elements from a
+    row to the next.
+
+    Args:
+        qvalues: int8 activations of the block.
+        row_scales: float32; the scale of the block's activations.
+        offsets: int32; for each run, minus the sum of the run's activations.
+        count: number of rows, 1 to TILE_ROWS.
+        num_inputs: number of inputs in the block, a multiple of UNIT_INPUTS, at most BLOCK_K.
+        run: number of inputs per run, which have one group; a multiple of UNIT_INPUTS.
+        codes: uint8; the block's codes of the panel.
+        scales: float32; the PANEL scales of the first run's group begin at index `group_at`.
+        zeros: uint8 zero points; like `scales`.
+        group_step: number of elements from the group of a run to the group of the next run.
+        y: float32.
+    """
+    size = types.intp
+    result = types.void(
+        qvalues, size, size, row_scales, size, size, offsets, size, size, size, size, size, codes,
+        size, scales, zeros, size, size, y, size, size,
+    )  # fmt: skip
+
+    def code(context, builder, signature, arguments):
+        tile = _Tile(*(
+            context.make_array(kind)(context, builder, value).data
+            if isinstance(kind, types.Array)
+            else value
+            for kind, value in zip(signature.args, arguments, strict=True)
+        ))  # fmt: skip
+        by_row_count(builder, tile.count, _ROWS, lambda num_rows: _emit(builder, num_rows, tile))
+        return context.get_dummy_value()
+
+    return result, code
+
+
+def _emit(builder, num_rows: int, tile: _Tile) -> None:
+    """Emit the code for `tile.count` rows, at most `num_rows`."""
+    qvalues, offsets, row_scales = (
+        row_pointers(builder, data, at, step, tile.count, num_rows)
+        for data, at, step in (
+            (tile.qvalues, tile.q_at, tile.q_step),
+            (tile.offsets, tile.offsets_at, tile.offsets_step),
+            (tile.row_scales, tile.row_scales_at, tile.row_scales_step),
+        )
+    )
+    totals = _variables(builder, num_rows, FLOATS)
+    _store_all(builder, totals, filled(FLOATS, 0.0))
+    sums = _variables(builder, num_rows, WORDS)
+    with cgutils.for_range_slice(builder, constant(0), tile.num_inputs, tile.run, intp=INDEX) as (
+        begin,
+        number,
+    ):
+        group = builder.add(tile.group_at, builder.mul(number, tile.group_step))
+        _start_sums(builder, sums, tile, group, offsets, number)
+        _add_run(builder, sums, qvalues, tile, begin)
+        scales = [
+            load_vector(builder, tile.scales, builder.add(group, constant(c)), FLOATS, 4)
+            for c in _COLUMNS
+        ]
+        for row_sums, row_totals in zip(sums, totals, strict=True):
+            for integers, total, scale in zip(row_sums, row_totals, scales, strict=True):
+                values = builder.sitofp(builder.load(integers), FLOATS)
+                builder.store(fma(builder, values, scale, builder.load(total)), total)
+    for row, row_totals in enumerate(totals):
+        exists = builder.icmp_signed("<", constant(row), tile.count)
+        with builder.if_then(exists, likely=True):
+            scale = broadcast(builder, builder.load(row_scales[row]))
+            at = builder.add(tile.y_at, builder.mul(constant(row), tile.y_step))
+            for c, total in zip(_COLUMNS, row_totals, strict=True):
+                pointer = vector_at(builder, tile.y, builder.add(at, constant(c)), FLOATS)
+                given = builder.load(pointer, align=4)
+                builder.store(fma(builder, builder.load(total), scale, given), pointer, align=4)
+
+
+def _variables(builder, num_rows: int, vector) -> list[list[Any]]:
+    """Emit variables [num_rows][vectors of a panel]; LLVM keeps them in registers if it can."""
+    return [[cgutils.alloca_once(builder, vector) for _ in _COLUMNS] for _ in range(num_rows)]
+
+
+def _store_all(builder, variables: list[list[Any]], value) -> None:
+    for row in variables:
+        for variable in row:
+            builder.store(value, variable)
+
+
+def _start_sums(builder, sums, tile: _Tile, group, offsets, run_number) -> None:
+    """Emit `sums = zeros * offsets`, which subtracts the zero points from all codes of a run."""
+    zeros = []
+    for c in _COLUMNS:
+        at = builder.add(group, constant(c))
+        narrow = load_vector(builder, tile.zeros, at, ir.VectorType(BYTE, LANES), 1)
+        zeros.append(builder.zext(narrow, WORDS))
+    # Zero points have no upper 16 bits, so the upper half of an offset is multiplied by 0.
+    multiply_add = _instruction(builder, "llvm.x86.avx512.vpdpwssd.512")
+    for row, pointer in zip(sums, offsets, strict=True):
+        offset = broadcast(builder, builder.load(builder.gep(pointer, [run_number])))
+        for variable, zero in zip(row, zeros, strict=True):
+            start = builder.call(multiply_add, [filled(WORDS, 0), zero, offset])
+            builder.store(start, variable)
+
+
+def _add_run(builder, sums, qvalues, tile: _Tile, begin) -> None:
+    """Emit `sums += codes * activations` for the inputs of the run that begins at `begin`."""
+    multiply_add = _instruction(builder, "llvm.x86.avx512.vpdpbusd.512")
+    later = builder.add(begin, tile.run)
+    is_whole = builder.icmp_signed("<=", later, tile.num_inputs)
+    end = builder.select(is_whole, later, tile.num_inputs)
+    with cgutils.for_range_slice(builder, begin, end, constant(UNIT_INPUTS), intp=INDEX) as (k, _):
+        lower, upper = _unpack(builder, tile, k)
+        for row, pointer in zip(sums, qvalues, strict=True):
+            for first, columns in ((0, lower), (4, upper)):
+                at = builder.gep(pointer, [builder.add(k, constant(first))])
+                word = builder.load(builder.bitcast(at, WORD.as_pointer()), align=1)
+                inputs = broadcast(builder, word)
+                for variable, column in zip(row, columns, strict=True):
+                    total = builder.call(multiply_add, [builder.load(variable), column, inputs])
+                    builder.store(total, variable)
+
+
+def _unpack(builder, tile: _Tile, k) -> tuple[list[Any], list[Any]]:
+    """Emit the codes of inputs k to k + 3, and k + 4 to k + 7, of all outputs as bytes.
+
+    The codes of the next block are prefetched into the L2 cache.
+    """
+    offset = builder.mul(builder.lshr(k, constant(3)), constant(_UNIT_BYTES))
+    at = builder.add(tile.codes_at, offset)
+    ahead = BLOCK_K // UNIT_INPUTS * _UNIT_BYTES
+    mask, lower, upper = filled(WORDS, 0x0F0F0F0F), [], []
+    for c in _COLUMNS:
+        index = builder.add(at, constant(4 * c))
+        prefetch_pointer(builder, builder.gep(tile.codes, [builder.add(index, constant(ahead))]))
+        word = load_vector(builder, tile.codes, index, WORDS, 1)
+        lower.append(builder.and_(word, mask))
+        upper.append(builder.and_(builder.lshr(word, filled(WORDS, 4)), mask))
+    return lower, upper
+
+
+def _instruction(builder, name: str):
+    """Return an instruction that adds products of integers to a vector of int32 sums."""
+    function = ir.FunctionType(WORDS, [WORDS] * 3)
+    return cgutils.get_or_insert_function(builder.module, function, name)

@@ -1,0 +1,149 @@
+"""AVX-512 VNNI loops of `cpu_packed_int4`, compiled by numba.
+
+A tile is 1, 2, 4, 6 or 8 rows and one panel of outputs. `cpu_int4_tiles` multiplies a tile by one
+block of inputs.
+"""
+
+# mypy: disable-error-code="no-untyped-call"
+
+from typing import Any
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from penstock.kernels.cpu_common.late_codegen import inner
+from penstock.kernels.cpu_common.numba_runtime import entry, load_entries, run_serial_or_parallel
+from penstock.kernels.cpu_common.simd import VECTOR_WIDTH, load_wide, store
+from penstock.kernels.linear.cpu_int4_tiles import (
+    BLOCK_K,
+    PANEL,
+    TILE_ROWS,
+    UNIT_INPUTS,
+    multiply_block,
+)
+
+Floats = npt.NDArray[np.float32]
+Bytes = npt.NDArray[np.uint8]
+SignedBytes = npt.NDArray[np.int8]
+Ints = npt.NDArray[np.int32]
+
+_BLOCK_ROWS = 64
+"""Rows processed against all panels before moving to the next rows (loop tiling)."""
+
+
+@inner()
+def _whole_panels(
+    qvalues: SignedBytes, row_scales: Floats, offsets: Ints, num_rows: int, num_inputs: int,
+    run: int, group_inputs: int, codes: Bytes, scales: Floats, zeros: Bytes, bias: Floats,
+    first: int, last: int, y: Floats, width: int,
+) -> None:  # fmt: skip
+    """Compute the columns of panels [first, last), stored from column 0 of y [num_rows, width]."""
+    num_panels, block_runs = len(bias) // PANEL, BLOCK_K // run
+    num_blocks, num_runs = -(-num_inputs // BLOCK_K), -(-num_inputs // run)
+    panel_codes, panel_scales = len(codes) // num_panels, len(scales) // num_panels
+    group_step = PANEL if group_inputs == run else 0
+    for floor in range(0, num_rows, _BLOCK_ROWS):
+        top = min(floor + _BLOCK_ROWS, num_rows)
+        for panel in range(first, last):
+            column = (panel - first) * PANEL
+            for r in range(floor, top):
+                for c in range(0, PANEL, VECTOR_WIDTH):
+                    store(y, r * width + column + c, load_wide(bias, panel * PANEL + c))
+            for block in range(num_blocks):
+                begin = block * BLOCK_K
+                codes_at = panel * panel_codes + begin // UNIT_INPUTS * PANEL * 4
+                group_at = panel * panel_scales + begin // group_inputs * PANEL
+                for r in range(floor, top, TILE_ROWS):
+                    multiply_block(
+                        qvalues, r * num_inputs + begin, num_inputs,
+                        row_scales, r * num_blocks + block, num_blocks,
+                        offsets, r * num_runs + block * block_runs, num_runs,
+                        min(TILE_ROWS, top - r), min(BLOCK_K, num_inputs - begin), run,
+                        codes, codes_at, scales, zeros, group_at, group_step,
+                        y, r * width + column, width,
+                    )  # fmt: skip
+
+
+@inner()
+def compute_columns(
+    qvalues: SignedBytes, row_scales: Floats, offsets: Ints, num_rows: int, num_inputs: int,
+    run: int, group_inputs: int, codes: Bytes, scales: Floats, zeros: Bytes, bias: Floats,
+    y: Floats, num_outputs: int, first: int, last: int,
+) -> None:  # fmt: skip
+    """Compute the columns of panels [first, last) of y [num_rows, num_outputs].
+
+    A last panel that is only partly filled is computed into a temporary array.
+    """
+    whole = min(last, num_outputs // PANEL)
+    if first < whole:
+        _whole_panels(
+            qvalues, row_scales, offsets, num_rows, num_inputs, run, group_inputs, codes, scales,
+            zeros, bias, first, whole, y[first * PANEL :], num_outputs,
+        )  # fmt: skip
+    if max(first, whole) < last:
+        spare = np.empty(num_rows * PANEL, np.float32)
+        _whole_panels(
+            qvalues, row_scales, offsets, num_rows, num_inputs, run, group_inputs, codes, scales,
+            zeros, bias, last - 1, last, spare, PANEL,
+        )  # fmt: skip
+        column = (last - 1) * PANEL
+        for r in range(num_rows):
+            for c in range(num_outputs - column):
+                y[r * num_outputs + column + c] = spare[r * PANEL + c]
+
+
+_SIGNATURE = (
+    "void(int8[::1], float32[::1], int32[::1], int64, int64, int64, int64, uint8[::1],"
+    " float32[::1], uint8[::1], float32[::1], float32[::1]"
+)
+
+
+@entry(_SIGNATURE + ")")
+def _serial(
+    qvalues: SignedBytes,  # [T * K], see `quantize_blocks`
+    row_scales: Floats,  # [T * blocks]
+    offsets: Ints,  # [T * runs]
+    num_rows: int,
+    num_inputs: int,
+    run: int,
+    group_inputs: int,
+    codes: Bytes,  # and the following arrays: the fields of `PackedLinearInt4`
+    scales: Floats,
+    zeros: Bytes,
+    bias: Floats,
+    y: Floats,  # [T * P * PANEL]
+) -> None:
+    """Compute the linear layer's output y in one thread."""
+    compute_columns(
+        qvalues, row_scales, offsets, num_rows, num_inputs, run, group_inputs, codes, scales,
+        zeros, bias, y, len(bias), 0, len(bias) // PANEL,
+    )  # fmt: skip
+
+
+@entry(_SIGNATURE + ", int64)", parallel=True)
+def _parallel(
+    qvalues: SignedBytes, row_scales: Floats, offsets: Ints, num_rows: int, num_inputs: int,
+    run: int, group_inputs: int, codes: Bytes, scales: Floats, zeros: Bytes, bias: Floats,
+    y: Floats, num_threads: int,
+) -> None:  # fmt: skip
+    """Compute y with several threads: each thread computes a range of panels."""
+    num_panels = len(bias) // PANEL
+    for thread in numba.prange(num_threads):
+        first = num_panels * thread // num_threads
+        last = num_panels * (thread + 1) // num_threads
+        if first < last:
+            compute_columns(
+                qvalues, row_scales, offsets, num_rows, num_inputs, run, group_inputs, codes,
+                scales, zeros, bias, y, len(bias), first, last,
+            )  # fmt: skip
+
+
+def load() -> None:
+    """Compile the loops, or load them from the cache on disk."""
+    load_entries(_serial, _parallel)
+
+
+def run(*given: Any, num_threads: int) -> None:
+    """Compute the linear layer's output y. `given` are the arguments of `_serial`."""
+    run_serial_or_parallel(_serial, _parallel, *given, num_threads=num_threads)

@@ -1,0 +1,139 @@
+"""Linear layers with 4-bit weights and INT8 activations, on CPUs with AVX-512 VNNI.
+
+y = x Wᵀ + b, where W[n, k] = (code[n, k] - zero[n, g]) * scale[n, g] and g is the group of input k.
+Activations are quantized at run time, in blocks of 256 inputs (`quantize_blocks`). Multiplying
+integers is three times as fast as converting the codes to float32, from 8 rows on. The quantized
+activations add an error of about 0.6%; the rounding of the weights to 4 bits has one of 8 to 12%.
+
+Order of summation: an element of y starts as its bias. Inputs are divided into blocks, and blocks
+into runs of inputs of one group. The integer sum of a run is exact and is multiplied by the group's
+scale. These products are added in order within a block, and the sum of each block is multiplied by
+the activations' scale and added to the element. An element of y therefore does not depend on the
+number of rows, columns and threads.
+"""
+
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from penstock.kernels.cpu_common.cpu_features import has_vnni
+from penstock.kernels.cpu_common.numba_runtime import configure_numba, has_numba
+from penstock.kernels.linear import quantize_blocks
+from penstock.kernels.linear.cpu_packed_f32 import MIN_PARALLEL_MACS
+from penstock.kernels.linear.panels import padded_bias, to_panels
+from penstock.kernels.linear.quantize_blocks import BLOCK_INPUTS, quantize_per_block
+
+UNIT_INPUTS = 8
+"""Inputs whose codes are in one word of 32 bits."""
+
+_ROWS_AT_ONCE = 256  # bounds the memory of temporary copies
+
+
+def has_int4_loops() -> bool:
+    """Return whether this CPU has the loops: AVX-512 VNNI, and numba."""
+    return has_vnni() and has_numba()
+
+
+def supported_group(num_inputs: int, group_inputs: int) -> int | None:
+    """Return the number of inputs per group for `PackedLinearInt4`; None if it is not supported.
+
+    Runs of inputs of one group must have the same length in all blocks of 256 inputs.
+
+    Args:
+        num_inputs: number of inputs of the layer.
+        group_inputs: number of successive inputs per group; the last group may have fewer.
+    """
+    if num_inputs % UNIT_INPUTS:
+        return None
+    if group_inputs >= num_inputs:
+        return num_inputs + -num_inputs % BLOCK_INPUTS
+    if group_inputs % BLOCK_INPUTS == 0:
+        return group_inputs
+    fits = BLOCK_INPUTS % group_inputs == 0 and group_inputs % UNIT_INPUTS == 0
+    return group_inputs if fits else None
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLinearInt4:
+    """A linear layer with 4-bit weights in panels of 48 outputs, for quantized activations."""
+
+    codes: npt.NDArray[np.uint8] = field(repr=False)  # flat; [P, K / 8, 48] words, see `_words`
+    scales: npt.NDArray[np.float32] = field(repr=False)  # flat; [P, G, 48]
+    zeros: npt.NDArray[np.uint8] = field(repr=False)  # flat; [P, G, 48]
+    bias: npt.NDArray[np.float32] = field(repr=False)  # [P * 48], zero past `num_outputs`
+    num_inputs: int
+    num_outputs: int
+    group_inputs: int  # result of `supported_group`
+
+    @property
+    def run(self) -> int:
+        """Return the number of inputs of one group in a block; only the last run has fewer."""
+        return min(self.group_inputs, BLOCK_INPUTS)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return x Wᵀ + b [T, N]. Raise ValueError if x is not [T, K] float32."""
+        num_rows, num_inputs = len(x), self.num_inputs
+        if x.dim() != 2 or x.shape[1] != num_inputs or x.dtype != torch.float32:
+            expected = f"[T, {num_inputs}] float32"
+            raise ValueError(f"x: {expected} expected, not {list(x.shape)} {x.dtype}")
+        activations = quantize_per_block(x, self.run)
+        y = torch.empty(num_rows, len(self.bias))
+        work = num_rows * num_inputs * len(self.bias)
+        _kernels().run(
+            *(each.view(-1).numpy() for each in activations), num_rows, num_inputs, self.run,
+            self.group_inputs, self.codes, self.scales, self.zeros, self.bias, y.view(-1).numpy(),
+            num_threads=1 if work < MIN_PARALLEL_MACS else torch.get_num_threads(),
+        )  # fmt: skip
+        return y[:, : self.num_outputs].contiguous()
+
+
+def pack_int4_panels(
+    codes: Tensor, scales: Tensor, zeros: Tensor, group_inputs: int, bias: Tensor | None
+) -> PackedLinearInt4:
+    """Pack 4-bit weights; the result keeps no reference to the tensors.
+
+    Args:
+        codes: [N, K / 2] uint8; inputs 2 i and 2 i + 1 are in bits 0-3 and 4-7.
+        scales: [N, G] float32.
+        zeros: [N, G] uint8 zero points.
+        group_inputs: result of `supported_group`.
+        bias: [N] float32, or None.
+    """
+    num_outputs = len(codes)
+    return PackedLinearInt4(
+        to_panels(_words(codes)).view(np.uint8), to_panels(scales), to_panels(zeros),
+        padded_bias(bias, num_outputs), 2 * codes.shape[1], num_outputs, group_inputs,
+    )  # fmt: skip
+
+
+def _words(codes: Tensor) -> Tensor:
+    """Return the codes as int32 words [N, K / 8].
+
+    Byte i of a word has the codes of inputs i and i + 4 in bits 0-3 and 4-7.
+    """
+    words = torch.empty(len(codes), codes.shape[1] // 4, dtype=torch.int32)
+    for rows, out in zip(
+        torch.split(codes, _ROWS_AT_ONCE), torch.split(words, _ROWS_AT_ONCE), strict=True
+    ):
+        values = torch.stack((rows & 15, rows >> 4), -1).view(len(rows), -1, 2, 4)
+        out.view(torch.uint8).view(len(rows), -1, 4)[:] = values[:, :, 0] | (values[:, :, 1] << 4)
+    return words
+
+
+def load_cpu_kernels() -> None:
+    """Load the compiled loops, compiling them if they are not in the cache on disk."""
+    quantize_blocks.load_cpu_kernels()
+    _kernels().load()
+
+
+@cache
+def _kernels() -> Any:
+    configure_numba()
+    from penstock.kernels.linear import cpu_int4_vnni
+
+    return cpu_int4_vnni

@@ -1,0 +1,85 @@
+"""CPU loops of `quantize_blocks`, compiled by numba."""
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from penstock.kernels.cpu_common.late_codegen import inner
+from penstock.kernels.cpu_common.numba_runtime import entry, load_entries, run_serial_or_parallel
+
+Floats = npt.NDArray[np.float32]
+Bytes = npt.NDArray[np.int8]
+Ints = npt.NDArray[np.int32]
+
+BLOCK_K = 256
+_QMAX, _MIN_SCALE = np.float32(127), np.float32(1e-30)
+
+
+@inner()
+def quantize_blocks(
+    x: Floats, qvalues: Bytes, scales: Floats, offsets: Ints, num_inputs: int, run: int,
+    first: int, last: int,
+) -> None:  # fmt: skip
+    """Quantize rows [first, last); all arrays are flat, see `_serial`."""
+    num_blocks, num_runs = -(-num_inputs // BLOCK_K), -(-num_inputs // run)
+    for t in range(first, last):
+        for block in range(num_blocks):
+            begin, end = block * BLOCK_K, min(num_inputs, (block + 1) * BLOCK_K)
+            row = x[t * num_inputs + begin : t * num_inputs + end]
+            out = qvalues[t * num_inputs + begin : t * num_inputs + end]
+            # Compare |x| as integers: the bits have the same order as the floats, with NaN largest.
+            bits, most = row.view(np.int32), np.int32(0)
+            for i in range(len(bits)):
+                most = max(most, bits[i] & np.int32(0x7FFFFFFF))
+            at = t * num_blocks + block
+            scales.view(np.int32)[at] = most
+            largest = scales[at]
+            if largest < _MIN_SCALE:
+                largest = _MIN_SCALE
+            step = _QMAX / largest
+            for i in range(len(row)):
+                out[i] = np.int8(np.int32(np.rint(row[i] * step)))
+            scales[at] = largest / _QMAX
+        for number in range(num_runs):
+            begin = t * num_inputs + number * run
+            values = qvalues[begin : min(begin + run, (t + 1) * num_inputs)]
+            total = np.int32(0)
+            for i in range(len(values)):
+                total += np.int32(values[i])
+            offsets[t * num_runs + number] = -total
+
+
+_SIGNATURE = "void(float32[::1], int8[::1], float32[::1], int32[::1], int64, int64, int64"
+
+
+@entry(_SIGNATURE + ")")
+def _serial(
+    x: Floats,  # [T * K]
+    qvalues: Bytes,  # [T * K]
+    scales: Floats,  # [T * blocks]
+    offsets: Ints,  # [T * runs]
+    num_inputs: int,
+    run: int,
+    num_rows: int,
+) -> None:
+    quantize_blocks(x, qvalues, scales, offsets, num_inputs, run, 0, num_rows)
+
+
+@entry(_SIGNATURE + ", int64)", parallel=True)
+def _parallel(
+    x: Floats, qvalues: Bytes, scales: Floats, offsets: Ints, num_inputs: int, run: int,
+    num_rows: int, num_threads: int,
+) -> None:  # fmt: skip
+    for thread in numba.prange(num_threads):
+        first, last = num_rows * thread // num_threads, num_rows * (thread + 1) // num_threads
+        quantize_blocks(x, qvalues, scales, offsets, num_inputs, run, first, last)
+
+
+def load() -> None:
+    """Compile the loops, or load them from the cache on disk."""
+    load_entries(_serial, _parallel)
+
+
+def run(*given: object, num_threads: int) -> None:
+    """Quantize rows with `num_threads` threads. `given` are the arguments of `_serial`."""
+    run_serial_or_parallel(_serial, _parallel, *given, num_threads=num_threads)

@@ -1,0 +1,30 @@
+"""Panels: rows of a matrix in groups of 48, stored column by column, for AVX-512 loops."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PANEL_ROWS = 48
+"""Rows per panel; equals `cpu_code_tiles.PANEL`, which cannot be imported without numba."""
+
+
+def count_panels(num_rows: int) -> int:
+    """Return the number of panels of a matrix with `num_rows` rows."""
+    return -(-num_rows // PANEL_ROWS)
+
+
+def to_panels(rows: Tensor) -> Any:
+    """Rearrange [N, C] to a flat numpy array [P, C, 48]; rows past N are zero."""
+    panels = torch.zeros(count_panels(len(rows)), rows.shape[1], PANEL_ROWS, dtype=rows.dtype)
+    for panel, outputs in zip(panels, torch.split(rows, PANEL_ROWS), strict=True):
+        panel[:, : len(outputs)] = outputs.T
+    return panels.view(-1).numpy()
+
+
+def padded_bias(bias: Tensor | None, num_rows: int) -> Any:
+    """Return the bias of a matrix with `num_rows` rows as float32 [P * 48]; zero past the end."""
+    padded = torch.zeros(count_panels(num_rows) * PANEL_ROWS)
+    if bias is not None:
+        padded[:num_rows] = bias
+    return padded.numpy()
