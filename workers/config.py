@@ -29,12 +29,12 @@ LARGE_GPU_BYTES = 70 << 30
 
 
 def default_sizes(memory_bytes: int | None) -> StepSizes:
-    """Return the default sizes for a GPU with `memory_bytes` of memory; None: for a CPU.
+    """Return the default sizes for a GPU with `memory_bytes` bytes of memory; None: for a CPU.
 
     The token budgets of a GPU are those of vLLM for an API server
     (`EngineArgs.get_batch_defaults`), except that vLLM uses 2048 on any A100. `max_sequences` is
-    256 because a captured graph has at most 256 rows. `block_size` is 64 because a tile of the
-    attention kernel then is one block.
+    256 because a captured graph has at most 256 rows. `block_size` is 64 so that a tile of the
+    attention kernel is one block.
     """
     if memory_bytes is None:
         return StepSizes(block_size=16, max_sequences=64, max_batched_tokens=512)
@@ -57,7 +57,7 @@ class WorkerConfig:
     token: str | None = field(default=None, repr=False)  # cluster token that routers must send
     # Secret of the cluster that keys the hashes of cached blocks.
     hash_key: bytes = field(default_factory=new_hash_key, repr=False)
-    # For the sizes below, None means the default of the device, see `step_sizes`.
+    # `step_sizes` gives the defaults of block_size, max_sequences and max_batched_tokens.
     block_size: int | None = None  # tokens per block
     kv_cache_mib: int | None = None
     max_sequences: int | None = None
@@ -68,7 +68,7 @@ class WorkerConfig:
     # number of threads while no other worker of this machine computes
     max_threads: int | None = None
     dtype: str = "auto"  # auto: float32 on a CPU, bfloat16 on a GPU
-    quantization: str = "none"  # quantization of the weights
+    quantization: str = "none"  # applied when weights are loaded; "float" dequantizes GGUF files
     # "auto": bfloat16 if the weights are INT8 on a CPU, otherwise `dtype`. "fp8" and "int8": 8-bit
     # values with scales.
     kv_cache_dtype: str = "auto"
@@ -78,7 +78,8 @@ class WorkerConfig:
     static_batching: bool = False
     device: str = "auto"
     plan_ahead: bool | None = None  # plan a step while another is in flight; None: only on a GPU
-    # A heartbeat follows this silence. A stream ends after ten times this silence.
+    # The worker sends a heartbeat after this time without a message. If a router sends nothing for
+    # ten times this time, the worker ends the router's stream.
     heartbeat_seconds: float = 0.5
     canary_seconds: float = 10.0  # time without a step after which a canary is sent
     transfer_seconds: float = 5.0  # a KV transfer without progress for this time is aborted

@@ -1,9 +1,9 @@
 """Checks deterministic mode at start-up: results must not depend on chunking or batch.
 
 Whether the kernels of a library are batch invariant depends on the machine. The check therefore
-computes one prompt whole, then in chunks together with another prompt, and finally the first tokens
-of the prompt one by one. The KV must be bitwise identical each time, and so must the logits of the
-first two runs.
+computes one prompt in one step, then in chunks together with another prompt, and finally the first
+tokens of the prompt one by one. The KV of the three runs must be bitwise identical, and so must the
+logits of the first two runs.
 """
 
 from collections.abc import Sequence
@@ -59,8 +59,8 @@ def _bits(
     """Run prompts with two answer tokens each; return KV and logits of the first prompt.
 
     Returns:
-        KV of the last layer, [tokens, sides, heads, D], and the logits from which the two answer
-        tokens were sampled, [2, vocab_size].
+        KV of the last layer, [tokens, sides, heads, D] (sides: K and V), and the logits from which
+        the two answer tokens were sampled, [2, vocab_size].
     """
     limits = replace(
         engine.limits, max_sequences=len(prompts), max_batched_tokens=max_batched_tokens
@@ -85,7 +85,7 @@ def _bits(
 def _written(engine: Engine, plan: StepPlan, of: npt.NDArray[np.bool_]) -> Tensor:
     """Return [tokens, sides, heads, D]: KV of the last layer that a step wrote.
 
-    `of` [B] is True for the sequences of the plan whose tokens are returned.
+    `of` [B] is True for those sequences of the plan whose KV is returned.
     """
     slots = torch.from_numpy(plan.slots[of.repeat(np.diff(plan.query_starts))].astype(np.int64))
     block_size = engine.limits.block_size

@@ -108,7 +108,7 @@ class ModelRunner:
             yield finish(part)
 
     def broadcast_tokens(self, tokens: Tensor) -> Tensor:
-        """Broadcast the tokens [T] of a step planned ahead from rank 0 to its stage.
+        """Broadcast the tokens [T] of a step planned ahead from rank 0 to all ranks of its stage.
 
         `tokens` is on the device; it is returned, and overwritten on ranks other than 0. All ranks
         of the stage must call this before they run a step planned ahead.
@@ -122,7 +122,7 @@ class ModelRunner:
         return self.decoder(tokens, self._inputs(plan), self.cache.data)
 
     def _select_logit_rows(self, plan: StepPlan, made: Tensor) -> Tensor:
-        """Return the rows of `made` [T, ...] that are sampled: the last tokens of sequences."""
+        """Return the rows of `made` [T, ...] for the last token of each sequence that samples."""
         last = plan.query_starts[1:][plan.samples] - 1
         return made if len(last) == len(made) else made[self._put(last)]
 

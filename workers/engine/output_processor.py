@@ -52,7 +52,7 @@ class OutputProcessor:
             self._searches.open(new.key, new.params, limit)
 
     def remove(self, key: Key) -> None:
-        """Unregister a sequence, which has no more output. An unknown key is ignored."""
+        """Unregister a sequence that has no more output; ignore an unknown key."""
         self._searches.close(key)
         self._live.pop(key, None)
 

@@ -24,7 +24,7 @@ class StepResult:
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     prompts: list[PromptLogprobs] = field(default_factory=list)
     beam_results: list[BeamResult] = field(default_factory=list)
-    # keys of sequences that ended because their logits were not finite
+    # keys of sequences that ended because their logits were not finite, or every token was excluded
     failed: list[Key] = field(default_factory=list)
     yielded: list[Yielded] = field(default_factory=list)
     reserved: list[Reserved] = field(default_factory=list)

@@ -16,7 +16,7 @@ STEP_TOKEN_BOUNDS = (1, *(2**power for power in range(3, 15)))
 
 
 LONGEST_DECAY = 0.98
-"""Factor by which `StepTimes.longest` decays at each step that does not exceed it."""
+"""Factor by which `StepTimes.longest` is multiplied at each step, unless the step took longer."""
 
 
 MAX_RECORDS = 4096
@@ -61,7 +61,7 @@ class StepTimes:
         self._counts[bisect_left(STEP_BOUNDS, seconds)] += 1
 
     def add_tokens(self, num_tokens: int) -> None:
-        """Count the tokens of the step last passed to `add`: computed in prompts, or generated."""
+        """Count tokens computed in prompts, or generated, by the step last passed to `add`."""
         self.num_tokens += num_tokens
         self._token_counts[bisect_left(STEP_TOKEN_BOUNDS, num_tokens)] += 1
 

@@ -132,7 +132,7 @@ class OverlapStepper:
         return result
 
     def plan_next(self) -> None:
-        """Plan a second step while one is in flight, unless the plan depends on its result."""
+        """Plan a second step while one is in flight, unless the second needs the first's result."""
         if self._num_uncommitted() == 1:
             self._enqueue(self._batcher.plan())
 
@@ -176,7 +176,7 @@ class OverlapStepper:
             while (plan := self._next()) is not None:
                 began = time.perf_counter()
                 with self._changed:
-                    # With an uncommitted step, `advance` calls `_begin_masks` at the commit.
+                    # If a step is uncommitted, `advance` calls `_begin_masks` at its commit.
                     if not self._computed:
                         self._executor.begin_masks(plan, self._batcher.table)
                 self._executor.broadcast(plan)
@@ -230,8 +230,8 @@ class DeviceStepper(OverlapStepper):
     def plan_next(self) -> None:
         """Plan the next step, unless it needs the tokens of the newest step on the host.
 
-        It needs them if the newest step is sampled on the host, or if a mask of the next step reads
-        them.
+        The next step needs these tokens if the newest step is sampled on the host, or if a mask of
+        the next step reads these tokens.
         """
         newest = self._newest
         if newest is not None and newest.tokens is not None and not newest.reads_log:

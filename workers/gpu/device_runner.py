@@ -68,8 +68,8 @@ class DeviceRunner(ModelRunner):
     ) -> None:
         """Capture a decode step for each bucket.
 
-        Return at once for a model whose steps may wait for the device (see `waits_for_device`).
-        Its steps run uncaptured.
+        If the model's steps may wait for the device (see `waits_for_device`), return at once; all
+        steps then run uncaptured.
 
         Args:
             captures: captures the steps.
@@ -95,7 +95,7 @@ class DeviceRunner(ModelRunner):
         self._graphs.capture(self._buckets.buckets() if buckets is None else buckets, progress)
 
     def drop_graphs(self) -> None:
-        """Drop all graphs, which refer to this runner, to free their memory."""
+        """Drop all graphs, to free their memory and to end their references to this runner."""
         self._graphs = None
 
     def _received_buffer(self, max_rows: int) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Graph buckets: the sizes for which decode steps are captured. Does not need torch.
+"""Graph buckets: the sizes for which decode steps are captured. This module does not import torch.
 
 A captured graph has a fixed number of rows (one per sequence). A step runs with the smallest graph
 that fits; the graph's unused rows are padding. A step that fits no graph (because of a prompt

@@ -26,7 +26,7 @@ class DeviceBatch:
     block_tables: Tensor  # [B, M]; entries past a sequence's blocks are ignored
     max_query: int  # upper bound of the number of tokens of a sequence in this batch
     max_context: int  # upper bound of `context_lens`
-    received: Tensor | None = None  # [T, hidden_size] of the previous stage; None: first stage
+    received: Tensor | None = None  # [T, hidden_size] hidden states of the previous stage, if any
 
 
 class DecodeInputs:

@@ -50,7 +50,7 @@ def profile_step_bytes(
     spec, device = decoder.spec, decoder.device
     several = bool(attention and attention.grids_follow_context)
     ladder = GraphBuckets(sizes.num_sequences, sizes.model_len, several)
-    # All positions share one block, because its content does not matter. The other one is scratch.
+    # All positions share block 0, because the KV's content does not matter. Block 1 is scratch.
     num_blocks = 2
     cache = KvCache(
         spec.num_layers,
@@ -87,8 +87,8 @@ def profile_step_bytes(
 def graph_bytes(free: list[int], num_graphs: int) -> int:
     """Estimate the bytes of `num_graphs` graphs that share a memory pool.
 
-    The first graph allocates the pool; every other graph needs only its own memory. Because the
-    driver allocates in large steps, the mean over the other measured graphs is used for each.
+    The first graph allocates the pool. Every later graph counts as the mean of the later graphs
+    that were measured, because the driver allocates in large steps.
 
     Args:
         free: free memory before the first capture and after each measured capture, largest graph

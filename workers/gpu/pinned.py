@@ -81,7 +81,7 @@ def has_few_cores() -> bool:
 
 
 def usable_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> float:
-    """Return the number of cores of this process: its CPU set, or the cgroup's quota if less."""
+    """Return how many cores this process may use: its CPU set, or the cgroup's quota if smaller."""
     if sys.platform == "linux":
         cores = float(len(os.sched_getaffinity(0)))
     else:

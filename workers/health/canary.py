@@ -23,7 +23,7 @@ KEY = CanaryKey()
 
 
 def make_canary() -> NewSequence:
-    """Return a canary of token 0, which all models have."""
+    """Return a canary with token 0 as its prompt, because all models have this token."""
     params = SamplingParams(temperature=0.0, max_tokens=2)
     return NewSequence(KEY, [0], 1, params, is_cacheable=False)
 

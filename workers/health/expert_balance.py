@@ -11,7 +11,7 @@ MIN_CHOICES = 16  # mean number of choices per expert below which no ratio is co
 
 
 class ExpertBalance:
-    """Balance of the experts in this rank's MoE layers, which count the choices of all tokens.
+    """Measures how evenly tokens choose the experts of this rank's MoE layers.
 
     Args:
         counts: for each layer, [E] how often each expert was chosen since the start.

@@ -111,7 +111,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def timer(self, name: str) -> ProgressTimer:
-        """Add a timer for the activity `name`."""
+        """Add and return a timer for the activity `name`."""
         pulse = ProgressTimer(name, self._seconds)
         self._timers.append(pulse)
         return pulse

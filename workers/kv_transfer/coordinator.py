@@ -1,4 +1,4 @@
-"""Coordinates a worker's KV transfers between router messages, the engine and the rank pairs.
+"""Coordinates the KV transfers of a worker: connects routers, the engine and the rank pairs.
 
 At the destination, when blocks are reserved, the coordinator opens an epoch and sends Ready to the
 router. It later reports the result to the scheduler and to the router: Received or Failed. After

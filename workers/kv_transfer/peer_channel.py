@@ -140,9 +140,9 @@ class PeerChannel:
         await ended
 
     def close(self, reason: str) -> None:
-        """Close the channel; calls of `send` that wait for it raise `PairBroken(reason)`.
+        """Close the channel; calls of `send` that are still waiting raise `PairBroken(reason)`.
 
-        A message that a rank is already sending ends when this rank reports it.
+        If a rank is sending a message, the transfer ends when the rank reports this message.
         """
         self._protocol.close(reason)
         self._execute()
@@ -196,7 +196,7 @@ class PeerChannel:
         self._execute()
 
     def _on_accepted(self, accepted: wire.Accepted) -> None:
-        """Check that the destination is compatible and open this side of each rank pair."""
+        """Check that the destination is compatible; open the source endpoint of each rank pair."""
         ranks = self._rank_endpoints
         problem = check_peer(ranks, accepted)
         if accepted.backend != ranks.backend:

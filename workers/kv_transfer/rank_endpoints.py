@@ -27,7 +27,7 @@ class RankEndpoint:
     mover: Mover
 
     def value(self, key: str, value: bytes) -> None:
-        """Send the rank a key and value that the other side has set in the rendezvous store."""
+        """Send this rank a key and value that the peer rank has set in the rendezvous store."""
         message = wire.Value(key=key, value=value)
         self.mover.execute(wire.Move(rank=self.rank, end=self.endpoint_id, value=message))
 

@@ -65,7 +65,7 @@ class _SourceChannel:
     _outbox: asyncio.Queue[wire.FromDestination | None] = field(default_factory=asyncio.Queue)
 
     def put(self, message: wire.FromDestination) -> None:
-        """Queue a message; a source that does not read its messages ends the channel."""
+        """Queue a message; end the channel instead if the source does not read its messages."""
         if self._outbox.qsize() >= MAX_MESSAGES_WAITING:
             self.end()
         elif not self.ended.is_set():

@@ -88,7 +88,7 @@ class KvSender:
     # ------------------------------------------------------------ channels
 
     async def _find_or_open(self, peer: Peer) -> PeerChannel:
-        """Return the channel to a worker, which may not be connected yet; open one if needed."""
+        """Return the channel to a worker, connected or not; open a channel if there is none."""
         deadline = self._loop.time() + self._seconds
         while True:
             # Another task may have opened the channel while this task waited.
@@ -133,7 +133,7 @@ class KvSender:
         self._check_soon()
 
     def _check_soon(self) -> None:
-        """Call `_check_peers` after the current callback, which may be in a channel."""
+        """Call `_check_peers` after the current callback, because a channel may be running it."""
         if self._check is not None:
             self._check.cancel()
         if not self._stopped:

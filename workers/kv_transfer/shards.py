@@ -75,14 +75,14 @@ class BlockShape:
     def max_bytes(self, rectangle: LayerHeadRange, message_bytes: int) -> int:
         """Return the size of the largest message when a rectangle is split at `message_bytes`.
 
-        It exceeds `message_bytes` if a single block of a single layer does.
+        This size exceeds `message_bytes` if a single block of a single layer does.
         """
         return max(
             message_bytes, (rectangle.last_head - rectangle.first_head) * self.bytes_per_head
         )
 
     def cut(self, unit: int) -> "BlockShape":
-        """Return the shape of a part of a block; `unit` is its number of positions.
+        """Return the shape of a unit, which is `unit` positions of a block.
 
         `unit` must divide the block size.
         """
@@ -119,9 +119,9 @@ def routes(
 
 
 def check_same_coverage(ours: Sequence[LayerHeadRange], theirs: Sequence[LayerHeadRange]) -> None:
-    """Raise `BadShard` unless the ranks of each side together hold the same layers and heads.
+    """Raise `BadShard` unless each worker's ranks together hold the same layers and heads.
 
-    The rectangles of one side must be disjoint or identical.
+    Any two rectangles of one worker must be disjoint or identical.
     """
     held, peer_ranges = set(ours), set(theirs)
     real = all(each.contains(each) for each in peer_ranges)
@@ -165,7 +165,7 @@ def split(
 
 
 def _even_ranges(num_items: int, most: int) -> Iterator[tuple[int, int]]:
-    """Yield the fewest ranges [first, last), of nearly equal length, with at most `most` items."""
+    """Yield as few ranges [first, last) as possible, nearly equal, of at most `most` items."""
     num_ranges = -(-num_items // max(1, most))
     return pairwise(num_items * index // num_ranges for index in range(num_ranges + 1))
 

@@ -47,7 +47,7 @@ class KvStaging:
         unit: int | None = None,
         into: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Copy a message out of `blocks`, the blocks that hold its contents.
+        """Copy the contents of a message from `blocks`, the cache blocks that hold them.
 
         On a GPU, the copy is launched in the current stream.
 
@@ -57,7 +57,7 @@ class KvStaging:
 
         Returns:
             [num_bytes] uint8, the bytes of an array [layers, sides, units, heads, unit, W]. The
-            array has the format of a cache whose blocks are the units, including scales of codes.
+            array has the format of a cache whose blocks are the units; scales are included.
         """
         unit = unit or self.shape.block_size
         layers, heads = self._slices(shard.rectangle)

@@ -30,7 +30,7 @@ SOURCE, DESTINATION = 0, 1
 
 
 class PairBroken(RuntimeError):
-    """The connection to the other side is closed, failed or timed out."""
+    """The connection to the peer rank is closed, has failed or has timed out."""
 
 
 class MirrorStore(Store):

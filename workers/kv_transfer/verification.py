@@ -1,8 +1,8 @@
 """Verification of KV transfer messages by a trailer, which contains a checksum.
 
-A message is its data, padding to a multiple of 8 bytes, and the trailer: three int64, which are the
-transfer's epoch, the index of the message and the checksum of the data. Nothing here waits for the
-device.
+A message consists of data, padding to a multiple of 8 bytes, and the trailer: three int64, which
+are the transfer's epoch, the index of the message and the checksum of the data. No function here
+waits for the device.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ def message_bytes(num_bytes: int) -> int:
 
 
 def seal(message: Tensor, num_bytes: int, epoch: int, index: int) -> None:
-    """Write the trailer of message `index` of a transfer after its data.
+    """Write the trailer of message `index` of a transfer to the end of the message.
 
     Args:
         message: [message_bytes(num_bytes)] uint8, with the data in front.

@@ -42,7 +42,7 @@ class Attention:
     window: int
     scores: ScoreMod
     rotary: int | None  # index of the rotary table; None: no rotary embedding
-    interleaved: bool  # True: rotary pairs are adjacent features; False: they are half a head apart
+    interleaved: bool  # rotary pairs: adjacent features if True, half a head apart if False
     clip: float  # queries, keys and values are clamped to [-clip, clip]; 0: no clamp
     # adds rounded ALiBi biases (Falcon); None: the model has no such biases
     biases: CachedAlibiBias | None
@@ -85,7 +85,7 @@ class Attention:
         """Append `out = self(x)` to a CPU step graph.
 
         Args:
-            angles: per rotary table: cosines and sines of the tokens' positions.
+            angles: for each rotary table, cosines and sines of the tokens' positions.
             layer: number of this layer in the KV cache.
         """
         if self.clip or self.biases is not None:

@@ -61,7 +61,7 @@ class DecoderLayer:
 
         Args:
             hidden: the residual stream, which the layer updates.
-            angles: per rotary table: cosines and sines of the tokens' positions.
+            angles: for each rotary table, cosines and sines of the tokens' positions.
             layer: number of this layer in the KV cache.
         """
         if self.parallel or self.attention_norm is None or self.mlp_norm is None:

@@ -1,8 +1,8 @@
 """Mixture of experts with the experts divided among the ranks of a stage (expert parallel).
 
 Every rank of a stage has the hidden states of all tokens, and chooses the experts of all tokens. A
-rank computes only the choices of its own experts, and adds its slice of the shared expert. An
-all-reduce sums the results of the ranks:
+choice is a pair of a token and an expert. A rank computes only the choices of its own experts, and
+adds its slice of the shared expert. An all-reduce sums the results of the ranks:
 
     tokens 0 1 2 3   rank 0: choices of experts 0 1 2 ──▶ weighted sum ─┐
                      rank 1: choices of experts 3 4 5 ──▶ weighted sum ─┴─▶ sum ──▶ all ranks

@@ -1,4 +1,4 @@
-"""Experts whose checkpoint has one tensor for all experts of a layer (gpt-oss)."""
+"""Experts stored as stacks: a tensor has one projection of all experts of a layer (gpt-oss)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.workers.layers.parameter import Parameter, parameter
 
 
 class StackMethod(Protocol):
-    """Defines how a stack of experts is stored, loaded and multiplied, as `LinearMethod` does."""
+    """Defines how a stack of experts is stored, loaded and multiplied, like a `LinearMethod`."""
 
     @property
     def name(self) -> str: ...
@@ -50,7 +50,7 @@ class FloatStackMethod:
 
 @dataclass(slots=True, eq=False)
 class ExpertStack:
-    """One projection of all experts of a layer that are on this rank."""
+    """One projection of a layer, for all experts on this rank."""
 
     weight: Tensor | None  # [E, in, out]; None: freed after packing, which copies the weights
     bias: Tensor | None  # [E, out]

@@ -39,7 +39,7 @@ class LatentAttention:
     num_heads: int  # H
     output: Linear | RowParallelLinear
     rope_dim: int  # P
-    # True: rotary pairs are adjacent features; False: they are P / 2 features apart
+    # rotary pairs: adjacent features if True, features P / 2 apart if False
     interleaved: bool
     scale: float
     packed_up: tuple[list[PackedLinear], list[PackedLinear]] | None = (
@@ -48,7 +48,7 @@ class LatentAttention:
 
     @property
     def up_heads(self) -> Tensor:
-        """The weights of `up` by head, [H, Q + V, R]; keys use them transposed."""
+        """The weights of `up` by head, [H, Q + V, R]; the key part is used transposed."""
         return self.up.weight.view(self.num_heads, -1, self.up.weight.shape[1])
 
     def pack_batch_invariant(self) -> None:

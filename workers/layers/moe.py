@@ -75,7 +75,8 @@ class MoE:
         weights = graph.scratch("expert weights", routing.top_k)
         self.router.lower_unpacked(graph, x, logits)
         graph.topk_softmax(logits, layout, routing.normalise, weights)
-        # Append the shared expert first: threads that wait for the routing prefetch its weights.
+        # The shared expert comes before the routed experts, so that threads that wait for the
+        # routing prefetch the shared expert's weights.
         shared, gate = (None, None) if self.shared is None else self.shared.lower(graph, x)
         rows = graph.scratch("expert inputs", x.width, layout)
         made = graph.scratch("expert outputs", out.width, layout)
@@ -117,8 +118,8 @@ def run_experts(
         x: [T, hidden].
         chosen: [T, k] numbers of the chosen experts, counted from the layer's first expert.
         weights: [T, k] their weights.
-        num_divided: number of experts of all ranks, if `layer` has only some; choices of the others
-            add nothing.
+        num_divided: number of experts of all ranks, if `layer` has only some of the experts.
+            Choices of experts that `layer` does not have add nothing.
     """
     if layer.grouped is not None:
         return grouped_moe_forward(

@@ -64,7 +64,7 @@ class OnlineMethod(FloatMethod):
 
 
 def own_inputs(matrix: QuantizedMatrix, inputs: tuple[int, int] | None) -> QuantizedMatrix:
-    """Return the part of a matrix that has the inputs of this rank; None: the whole matrix."""
+    """Return the columns of `matrix` in this rank's range `inputs`; None: the whole matrix."""
     return matrix if inputs is None else matrix.take_inputs(*inputs)
 
 
@@ -86,7 +86,7 @@ def pack_codes(linear: Linear, matrix: QuantizedMatrix) -> None:
 class OnlineStackMethod:
     """Quantizes the stacks of gpt-oss, [experts, in, out], one expert at a time.
 
-    The method is that of `OnlineMethod`.
+    The weights are quantized and multiplied as in `OnlineMethod`.
     """
 
     form: WeightForm
@@ -138,5 +138,5 @@ class OnlineStackMethod:
 
 
 def refuse_whole_stack() -> Tensor:
-    """Raise AssertionError, because the parameter has no whole `data`: it is loaded by pieces."""
+    """Raise AssertionError: a stack is loaded through `Parameter.pieces`, not `data`."""
     raise AssertionError("a stack of experts is loaded one matrix at a time, not as a whole")

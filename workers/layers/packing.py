@@ -28,7 +28,7 @@ MEMORY_FRACTION = 0.125
 
 
 def weight_form(quantization: str) -> WeightForm | None:
-    """Return the form of weights that the option `quantization` names; None for "none"."""
+    """Return the form that the option `quantization` names; None for "none" and "float"."""
     return next((form for form in WEIGHT_FORMS if form == quantization), None)
 
 
@@ -112,7 +112,7 @@ def pack(model: Any, quantization: str, deterministic: bool = False) -> None:
     """Pack the modules of a loaded model in place: see `Packer`.
 
     Args:
-        quantization: "none", or the form in which float weights are held; see `weight_form`.
+        quantization: "none", or the form to which float weights are quantized; see `weight_form`.
     """
     form = weight_form(quantization)
     for linear in linears(model):

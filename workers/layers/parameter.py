@@ -13,7 +13,7 @@ FLOATS = ("F32", "F16", "BF16")
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a tensor that is loaded into separate memory; `finish` is called when loaded."""
+    """A part of a tensor. Each part is loaded into its own memory, which `data` returns."""
 
     region: Region
     data: Callable[[], Tensor]  # returns the contiguous tensor to be filled

@@ -8,7 +8,7 @@ class AlibiSpec:
     """Slope of each query head: the score decreases by the slope per position of distance.
 
     With `rounded` (Falcon), bfloat16(slope * j) is added to the score of position j before scores
-    are scaled. Because of the rounding, results differ slightly from a bias by distance.
+    are scaled. Because of the rounding, results differ slightly from those with exact biases.
     """
 
     slopes: tuple[float, ...]

@@ -55,7 +55,7 @@ class Fields:
         return UnsupportedModel(f"{self.path}: {what}")
 
     def size(self, key: str, default: int | None = None) -> int:
-        """Return a positive integer; null counts as absent."""
+        """Return the positive integer at `key`, or `default` if the value is null or absent."""
         value = self.values.get(key)
         if value is None:
             value = default
@@ -64,7 +64,7 @@ class Fields:
         return value
 
     def count(self, key: str) -> int:
-        """Return an integer of 0 or more; null or absent means 0."""
+        """Return the integer at `key`, 0 or more; return 0 if the value is null or absent."""
         return 0 if self.values.get(key) in (None, 0) else self.size(key)
 
     def number(self, key: str, default: float) -> float:

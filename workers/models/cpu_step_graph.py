@@ -1,8 +1,8 @@
 """Runs decode steps (one token per sequence) of a decoder as a CPU step graph.
 
 Step graphs support float32 models on one rank with gated feed-forward layers and RMS norms (Llama,
-Mistral, Qwen, Gemma and similar), including experts chosen by a plain softmax. The operations of
-other models are called separately. Each layer's `lower` appends its operations to the graph.
+Mistral, Qwen, Gemma and similar), including experts chosen by a plain softmax. Other models call
+each operation separately. Each layer's `lower` appends the layer's operations to the graph.
 """
 
 from collections.abc import Callable

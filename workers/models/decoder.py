@@ -76,7 +76,7 @@ class Decoder:
         return hidden
 
     def receive(self, num_tokens: int) -> Tensor | None:
-        """Receive the hidden states [T, hidden_size] of the previous stage; None: first stage."""
+        """Receive hidden states [T, hidden_size] of the previous stage; None on the first stage."""
         links = self.ranks.links
         if links is None or links.prev_stage is None:
             return None
@@ -143,7 +143,7 @@ class Decoder:
         return DecoderBuffers(hidden, angles, self._lower_head(graph, hidden))
 
     def _lower_head(self, graph: GraphBuilder, hidden: Buffer) -> Buffer | None:
-        """Append the final norm and the head; return the buffer of the logits, or None."""
+        """Append final norm and head; return the logits' buffer, or None if unsupported."""
         assert self.norm is not None
         assert self.head is not None
         if not graph.supports_linear(self.head.packed):

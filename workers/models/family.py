@@ -26,7 +26,7 @@ def never(config: Config) -> bool:
 
 
 def sparse_layers(config: Config) -> list[bool]:
-    """Return True for every `decoder_sparse_step`-th layer that is not in `mlp_only_layers`."""
+    """Return a list: True for every `decoder_sparse_step`-th layer not in `mlp_only_layers`."""
     step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
     layers = range(config["num_hidden_layers"])
     return [layer not in dense and (layer + 1) % step == 0 for layer in layers]
@@ -62,7 +62,7 @@ class Family:
     # "before", "after", "both" or "once" (attention and MLP share one norm)
     norm_position: str = "before"
     parallel: bool = False  # attention and feed-forward read the same hidden states
-    # the checkpoint groups the rows of QKV by KV head: its query heads, its key, its value
+    # QKV rows in the checkpoint are grouped: for each KV head, the query heads, the key, the value
     qkv_grouped: bool = False
     gated: bool = True  # the feed-forward layer has a gate
     head_bias: bool = False
@@ -85,7 +85,7 @@ class Family:
     soft_caps: bool = False
     # default rope base of layers with a window; None: such layers have no base of their own
     local_theta: float | None = None
-    absent: Config = field(default_factory=dict)  # values of keys that `config.json` lacks
+    absent: Config = field(default_factory=dict)  # defaults for keys absent from `config.json`
     partial_rotary: bool = False  # whether `partial_rotary_factor` is read
     refused: tuple[str, ...] = ()  # keys that must be unset or false; "a.b" is key b of object a
     only: Config = field(default_factory=dict)  # keys, each with its only supported value

@@ -1,4 +1,4 @@
-"""Builds the layers of a `ModelSpec`, whose weights are not loaded yet."""
+"""Builds the layers that a `ModelSpec` describes; their weights are loaded later."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -142,8 +142,8 @@ class ModelBuilder:
     def grouped_rows(self) -> Tensor:
         """Return the `row_order` of `Attention.qkv` for checkpoints with `qkv_grouped`.
 
-        In such a checkpoint, the rows are grouped by KV head: its query heads, its key, its value.
-        `qkv` has all query heads, then all keys, then all values.
+        The rows of such a checkpoint are grouped: for each KV head, the query heads, the key, the
+        value. `qkv` has all query heads, then all keys, then all values.
         """
         spec = self.spec
         group = spec.num_heads // spec.num_kv_heads
@@ -276,7 +276,7 @@ class ModelBuilder:
         }
 
     def stack(self, shape: tuple[int, int, int], has_bias: bool, is_grouped: bool) -> ExpertStack:
-        """Create one projection of all experts, whose weights [out, in] are views of the stack."""
+        """Create one projection of all experts; their weights [out, in] are views of the stack."""
         count, _, size = shape
         device = torch.device("meta") if self.quantized else self.device
         weight = torch.empty(shape, dtype=self.dtype, device=device)

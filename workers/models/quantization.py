@@ -2,7 +2,7 @@
 
 Needs no torch. Sources of the formats: the configuration classes of `transformers`
 (`FineGrainedFP8Config`, `GPTQConfig`, `AwqConfig`, `BitsAndBytesConfig`) and of
-`compressed-tensors` (`QuantizationConfig`), and the checkpoints that these and ModelOpt write.
+`compressed-tensors` (`QuantizationConfig`), and checkpoints of these libraries and of ModelOpt.
 """
 
 import re
@@ -64,7 +64,7 @@ class _Options:
             )
 
     def only(self, key: str, *served: Any) -> Any:
-        """Return the value at `key`; raise UnsupportedModel unless it is one of `served`."""
+        """Return `key`'s value, default `served[0]`; raise UnsupportedModel if not in `served`."""
         value = self.values.get(key, served[0])
         # Compare the types too, because True == 1 in Python.
         if not any(value == each and type(value) is type(each) for each in served):
@@ -194,7 +194,7 @@ def _read_modelopt(options: _Options) -> QuantizationSpec:
 
 
 def _read_mxfp4(options: _Options) -> QuantizationSpec:
-    """Read gpt-oss: only the stacks of experts are quantized; see `weights/mxfp4_stacks.py`."""
+    """Read MXFP4 of gpt-oss: only expert stacks are quantized; see `weights/mxfp4_stacks.py`."""
     options.architecture("GptOssForCausalLM")
     rules = (Rule((r"re:.*\.experts\.(gate_up|down)_proj$",), WeightScheme("mxfp4", 4, 32)),)
     ignore = options.names("modules_to_not_convert")

@@ -21,10 +21,10 @@ class RopeSpec:
     low_freq_factor: float = 1.0  # llama3 only
     high_freq_factor: float = 4.0  # llama3 only
     original_max_len: int = 8192  # context length of the original training
-    # share of a head's features that is rotated; these are the first features
+    # fraction of a head's features that is rotated, counted from the first feature
     rotated_fraction: float = 1.0
     scale: float = 1.0  # rotated features are multiplied by this
-    # True: pairs are adjacent features; False: they are half a head apart
+    # rotated pairs: adjacent features if True, features half a head apart if False
     interleaved: bool = False
     beta_fast: float = 32.0  # yarn only
     beta_slow: float = 1.0  # yarn only
@@ -43,9 +43,9 @@ class RopeSpec:
 def read_ropes(
     config: Fields, partial: bool, local_theta: float | None
 ) -> tuple[RopeSpec, RopeSpec | None]:
-    """Read the rope of the layers, and the rope of layers with a window (None: the same).
+    """Return the model's rope, and the rope of layers with a window (None: the model's rope).
 
-    Only families with a `local_theta`, the default base of such layers, have a second rope.
+    Only families with a `local_theta`, the default base of those layers, have a second rope.
     """
     if local_theta is None:
         return read_rope(config, partial), None
@@ -93,7 +93,7 @@ def read_rope(config: Fields, partial: bool = False) -> RopeSpec:
         rotated_fraction=rope.number("partial_rotary_factor", 1.0),
     )
     kind = found.get("rope_type", found.get("type", "default"))
-    # both names mean longrope in older files
+    # in older files, "su", and "yarn" with `long_factor`, mean longrope
     if kind == "su" or (kind == "yarn" and "long_factor" in found):
         kind = "longrope"
     if kind not in KINDS:
@@ -152,7 +152,7 @@ def _yarn_scale(factor: float, weight: float) -> float:
 
 
 def stretched_scores(config: Fields) -> float:
-    """Return the number by which DeepSeek multiplies attention scores (see `mscale_all_dim`)."""
+    """Return DeepSeek's YaRN multiplier of attention scores; 1.0 without `mscale_all_dim`."""
     found = config.values.get("rope_scaling") or config.values.get("rope_parameters") or {}
     kind = found.get("rope_type", found.get("type", "default"))
     if kind == "default" or not found.get("mscale_all_dim"):

@@ -15,7 +15,7 @@ class Rotary:
 
     frequencies: Tensor  # [R / 2] float32: radians per position of each pair of features
     scale: float  # rotated features are multiplied by this
-    interleaved: bool  # True: pairs are adjacent features; False: they are R / 2 features apart
+    interleaved: bool  # pairs: adjacent features if True, features R / 2 apart if False
 
 
 def make_rotary(rope: RopeSpec, head_dim: int, device: torch.device) -> Rotary:
@@ -40,7 +40,7 @@ def rotary_frequencies(rope: RopeSpec, num_features: int) -> Tensor:
 
 
 def _llama3(rope: RopeSpec, frequencies: Tensor) -> Tensor:
-    """Divide low frequencies by `factor`, keep high frequencies, interpolate linearly between."""
+    """Divide low frequencies by `factor`, keep high ones, interpolate linearly between them."""
     rotations = rope.original_max_len * frequencies / (2 * math.pi)
     blend = (rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     blend = blend.clamp(0.0, 1.0)
@@ -50,7 +50,7 @@ def _llama3(rope: RopeSpec, frequencies: Tensor) -> Tensor:
 def _yarn(rope: RopeSpec, frequencies: Tensor) -> Tensor:
     """Scale the frequencies as in `_llama3`, but interpolate linearly in the index of the pair.
 
-    Interpolate between the pairs with `beta_fast` and with `beta_slow` rotations.
+    The interpolation runs from the pair with `beta_fast` rotations to that with `beta_slow`.
     """
     num_features = 2 * len(frequencies)
     low = _pair_of_rotations(rope, num_features, rope.beta_fast)

@@ -62,7 +62,7 @@ class ModelSpec:
     qk_norm: str  # norm of queries and keys: "", "head" (per head) or "whole" (over all heads)
     norm_position: str  # "before", "after", "both" or "once" (one norm for attention and MLP)
     parallel: bool  # whether attention and feed-forward read the same hidden states
-    # the checkpoint groups the rows of QKV by KV head: its query heads, its key, its value
+    # QKV rows in the checkpoint are grouped: for each KV head, the query heads, the key, the value
     qkv_grouped: bool
     gated: bool  # whether the feed-forward layer has a gate
     sinks: bool  # attention sinks: each head's softmax has an extra learned score
@@ -102,7 +102,7 @@ class ModelSpec:
 
     @property
     def extra_dim(self) -> int:
-        """Number of extra features of a cached head: an ALiBi bias, padded to a multiple of 8.
+        """Number of features added to a cached head: an ALiBi bias, then zeros to a multiple of 8.
 
         The value is 0 if the model does not use rounded ALiBi.
         """
@@ -111,7 +111,7 @@ class ModelSpec:
 
     @property
     def kv_shape(self) -> tuple[int, int, int]:
-        """Shape of one position in a layer's cache: (sides, heads, features); sides are K and V."""
+        """Shape of a position in the cache of a layer: (2 sides, or 1 for MLA; heads; features)."""
         if self.latent is None:
             return 2, self.num_kv_heads, self.head_dim + self.extra_dim
         return 1, 1, self.latent.rank + self.latent.rope_dim

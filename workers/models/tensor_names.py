@@ -9,7 +9,7 @@ class TensorNames:
 
     embeddings: str = "model.embed_tokens"
     embedding_norm: str = ""
-    prefix: str = ""  # if a checkpoint's names lack this prefix, it is added
+    prefix: str = ""  # added to all names of a checkpoint if no name has this prefix
     norm: str = "model.norm"
     head: str = "lm_head"
     layers: str = "model.layers"

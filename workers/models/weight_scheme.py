@@ -32,7 +32,7 @@ class WeightScheme:
     # number added to stored zero points; 1 for "gptq", but 0 for format gptq_v2
     zero_offset: int = 0
     scale_name: str = "weight_scale"
-    activations: str = ""  # dtype to which products quantize activations, such as "fp8"
+    activations: str = ""  # dtype of quantized activations, such as "fp8"; "": not quantized
     table: str = ""  # bitsandbytes: table of the codes' values, "nf4" or "fp4"
     nested: bool = False  # bitsandbytes: the scales are quantized too (double quantization)
 
@@ -80,7 +80,7 @@ class QuantizationSpec:
     by_component: bool
 
     def scheme_of(self, module: str) -> WeightScheme | None:
-        """Return how a module's weights are quantized; None if they are not.
+        """Return the scheme of a module's weights, or None if the weights are not quantized.
 
         Args:
             module: name of the module in the checkpoint.

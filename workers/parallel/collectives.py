@@ -38,7 +38,7 @@ class ProcessGroup:
 
     All ranks must make the same calls in the same order. An operation that fails or times out
     raises `RankLost`; then the group cannot be used any more. (With NCCL, calls only enqueue
-    operations, and NCCL's own watchdog handles timeouts.)
+    operations, and Penstock's watchdogs detect lost ranks.)
 
     Args:
         size: Number of ranks.
@@ -184,7 +184,8 @@ def _connect(
 
 def _wait(start: Callable[[], dist.Work]) -> None:
     try:
-        # `wait` with a timeout would block on NCCL. The communicator has a timeout of its own.
+        # Pass no timeout: with one, `wait` would block on NCCL. On gloo, `wait` uses the timeout of
+        # the communicator.
         start().wait()
     except RuntimeError as error:
         raise RankLost(first_sentence(error)) from error

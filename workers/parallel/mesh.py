@@ -4,7 +4,7 @@ A worker has tp x pp ranks. Layers are divided into `pp` stages of `tp` ranks ea
 and the vocabulary are divided among the ranks of a stage. Experts are divided among `ep` groups of
 these ranks; each expert belongs to one group. (Planned: a fourth dimension, data-parallel
 attention, by which `num_ranks` is multiplied as well. Experts can then be divided among more ranks
-than heads.)
+than the heads are.)
 
 Rank 0 leads the worker and belongs to the *last* stage, where the logits are computed. Rank 0
 samples the tokens and puts them into the plan of the next step, so no other rank needs a sampler.

@@ -1,4 +1,4 @@
-"""Sends KV transfer moves from rank 0 to the other ranks, and reports back to rank 0.
+"""Sends KV transfer moves from rank 0 to the other ranks, and these ranks' reports to rank 0.
 
 Moves are sent on the same channel as step plans and executed in order, so a rank reads a block only
 after all steps that write it. Reports are sent over a communicator between the hosts of the ranks.
@@ -52,7 +52,7 @@ class OrderQueue:
 
 
 class RemoteRankMover:
-    """Mover of another rank: sends moves to this rank and receives its reports."""
+    """Mover of a rank other than 0: sends moves to that rank and receives the rank's reports."""
 
     def __init__(
         self, rank: int, rectangle: LayerHeadRange, orders: OrderQueue, reports: RemoteReader

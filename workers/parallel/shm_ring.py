@@ -76,7 +76,7 @@ class ShmRing:
         return self.memory[start + 8 : start + 8 + size]
 
     def wait_written(self, number: int) -> None:
-        """Wait until the counter of written messages differs from `number`, or a short timeout."""
+        """Wait until the counter of written messages differs from `number`, but only briefly."""
         if _FUTEX is None:
             time.sleep(_SLEEP_SECONDS)
             return

@@ -1,7 +1,7 @@
 """Broadcasts step plans from rank 0 to the other ranks of a worker.
 
 Ranks on the node of rank 0 read the plans from shared memory. Ranks on other nodes receive the
-plans over gloo between the hosts, also if the ranks use GPUs. An empty message marks the end.
+plans over gloo between the hosts, even if the ranks use GPUs. An empty message marks the end.
 """
 
 import json
@@ -154,7 +154,7 @@ def connect_plan_reader(
 
 
 def connect_hosts(store: Store, name: str, rank: int, num_ranks: int, host: str) -> Communicator:
-    """Create a gloo communicator between the hosts of all ranks, without idle timeout."""
+    """Create a gloo communicator between the hosts of all ranks, without an idle timeout."""
     prefixed = PrefixStore(name, store)
     return connect("gloo", prefixed, rank, num_ranks, host, _FOR_EVER.total_seconds())
 
@@ -164,7 +164,7 @@ def _get_text(store: Store, key: str) -> str:
 
 
 def _liveness_check(pid: int) -> Callable[[], bool]:
-    """Return a check: True while process `pid` runs; False also if its id has been reused."""
+    """Return a function: True while process `pid` runs, then False, even if its id is reused."""
     import psutil  # imported here because single-GPU installations may lack it, see docs/gpu.md
 
     process = psutil.Process(pid)

@@ -44,9 +44,9 @@ def threads_of_step(own: int, limit: int, others: Iterable[int]) -> int:
 
 
 class CoreMarks:
-    """The marks of the computing workers of this user on this machine: one locked range for each.
+    """The marks of this user's computing workers on this machine: a locked byte range per worker.
 
-    The length of a locked range is the share of the worker. Only one instance per process may be
+    The length of a range is the worker's share, in cores. Only one instance per process may be
     open, because closing any descriptor of a file removes all locks of the process on this file.
 
     Attributes:
@@ -80,7 +80,7 @@ class CoreMarks:
             kind, _, first, length, _ = struct.unpack(
                 _FLOCK, fcntl.fcntl(self._file, fcntl.F_GETLK, query)
             )
-            # the kernel returns any lock in the range, so search on both sides of it
+            # F_GETLK returns one of the locks in the range: search on both sides of this lock
             if kind != fcntl.F_UNLCK:
                 found.append(length)
                 if first > start:

@@ -40,7 +40,7 @@ def model_fingerprint(folder: Path) -> str:
 
 
 def _hash_weights(digest: blake2b, path: Path, start: int, num_bytes: int) -> None:
-    """Hash a file's name and size, its bytes [start, start + num_bytes), and samples of it."""
+    """Hash a file's name and size, bytes [start, start + num_bytes), and samples of the file."""
     size = path.stat().st_size
     digest.update(f"{path.name} {size}".encode())
     with path.open("rb") as file:
@@ -82,7 +82,7 @@ def layout_of(
 
 
 def numerics_of(block_size: int, device: torch.device, mesh: Mesh) -> str:
-    """Return a description of all properties of a worker on which the bits of its KV depend."""
+    """Return a description of all properties of a worker that affect the bits of its KV."""
     # Each rank computes a part of a sum, so the bits depend on the number of ranks.
     given = f"{block_size} {mesh}"
     if device.type == "cuda":

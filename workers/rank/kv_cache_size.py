@@ -25,8 +25,8 @@ def choose_num_blocks(
 ) -> int:
     """Return the number of KV blocks that `config` sets or that fit into memory.
 
-    The worker's ranks share `kv_cache_mib`, or the memory of a CPU, evenly. On a CPU the result is
-    at most the number of blocks that `max_sequences` sequences of full length can fill.
+    The worker's ranks evenly share `kv_cache_mib`. Without it, ranks on a CPU evenly share the
+    host's memory; the result is then at most what `max_sequences` full-length sequences can fill.
 
     Args:
         sizes: Sizes of steps and blocks.

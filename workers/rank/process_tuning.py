@@ -31,7 +31,7 @@ times out makes torch's NCCL watchdog end the whole process. But a lost peer mus
 transfers, and the engine's own watchdog detects lost ranks. With the default of 8 connections,
 streams share hardware queues, and a send may wait behind a receive of another pair. NVLink SHARP
 (NVLS) adds in the switch, in an order that NCCL does not document; rings and trees add in a fixed
-order, so that workers of the same shape give the same bits."""
+order, so that workers with the same mesh compute the same bits."""
 
 
 def tune_process() -> None:

@@ -222,7 +222,7 @@ def load_rank(
 def _choose_attention(
     config: WorkerConfig, decoder: Model, form: KvCacheFormat
 ) -> AttentionBackend | None:
-    """Choose and log the attention backend; return None unless steps run on a device."""
+    """Choose and log the attention backend; return None if steps run on a CPU."""
     block_size = config.step_sizes(_gpu_memory(decoder.device)).block_size
     request = attention_request(decoder, form.dtype, block_size, config.deterministic)
     backend = choose_attention_backend(config.attention_backend, request, decoder.device)

@@ -1,4 +1,4 @@
-"""Sampling of beams: the beam search of a sequence chooses the tokens of its rows."""
+"""Sampling of beams: beam searches choose the tokens of all rows that are beams."""
 
 from dataclasses import replace
 
@@ -31,7 +31,7 @@ class BeamSampler:
         Args:
             sampled: result of sampling; the tokens of its beams are set in place.
             candidates: candidates of the beams of `sampled`.
-            logits: [S, V], or more rows, of which the first S belong to `rows`.
+            logits: [S or more, V]; the first S rows belong to `rows`.
             rows: [S] sequence-table row of each row of logits.
             table: the sequence table.
         """

@@ -139,10 +139,10 @@ class BeamSearch:
             origins: for each continuation, best first, the number of the beam that it continues.
             names: the new token of each continuation.
             totals: the score of each continuation.
-            made: output list with the step's nodes of hypotheses; the beams' nodes are appended.
+            made: list of the step's nodes of hypotheses; the nodes of the new beams are appended.
         """
         missing = self._width - len(totals)
-        if missing:  # Fill up with copies of the best continuation, whose score is -inf.
+        if missing:  # Fill up with copies of the best continuation, but with the score -inf.
             at = np.concatenate((np.arange(len(totals)), np.zeros(missing, np.intp)))
             origins, names = origins[at], names[at]
             totals = np.pad(totals, (0, missing), constant_values=-np.inf)

@@ -46,7 +46,7 @@ class FillThread(Generic[T]):
         threading.Thread(target=_run, args=(self._jobs,), name="masks", daemon=True).start()
 
     def start(self, job: Callable[[], T]) -> Result[T]:
-        """Queue a job; return its result, which becomes available later."""
+        """Queue a job; return an object with which the caller can wait for the result."""
         result = Result[T]()
         self._jobs.put((job, result))
         return result

@@ -29,7 +29,7 @@ class MaskProcessor(Protocol):
     """Excludes tokens by clearing bits; see `penstock.kernels.sampling.token_mask`."""
 
     reads_log_from: int  # answer index from which the mask depends on the tokens of the answer
-    is_done: bool  # True once no continuation of the last log can exclude a token
+    is_done: bool  # True once the processor excludes no token after any continuation of the log
 
     def is_active(self, index: int) -> bool:
         """Return whether the mask of the answer's token `index` may exclude a token."""
@@ -140,14 +140,14 @@ class GrammarMask:
     def keep(self, mask: Words, only: int | None) -> None:
         """Keep the mask [W] of the matcher's position. The caller must not change the mask later.
 
-        only: the only token that it allows; None: it allows none or several.
+        only: the only token that the mask allows; None if the mask allows none or several.
         """
         self._mask = mask
         self._only = only
 
     @property
     def single(self) -> int | None:
-        """The only token that may come next; None if there are none or several."""
+        """The only token that may come next; None if no token or several tokens may come next."""
         return self._ahead[0] if self._ahead else self._only
 
     def allowed(self, words: Words) -> None:
@@ -218,7 +218,7 @@ class MinTokens:
 
 
 class ReasoningEnd:
-    """Excludes all tokens except the end of the reasoning once its budget is used.
+    """Excludes all tokens except the end of the reasoning once the thinking budget is used up.
 
     If an earlier processor (a grammar) excludes the end of the reasoning, this processor excludes
     nothing. Only the first reasoning of an answer has a budget; the processor is done when that
@@ -274,8 +274,8 @@ def can_force(params: SamplingParams, processors: Sequence[MaskProcessor]) -> bo
     """Return whether several forced tokens of a sequence may be appended at once.
 
     Several tokens cannot be appended if log probabilities are requested, or if another processor
-    could exclude one of these tokens. Two processors never exclude one: `MinTokens` excludes only
-    tokens that end the answer, which `GrammarMask` does not consume ahead. `ReasoningEnd` excludes
+    could exclude one of these tokens. `MinTokens` cannot: it excludes only tokens that end the
+    answer, which `GrammarMask` does not consume ahead. Neither can `ReasoningEnd`: it excludes
     nothing if the grammar allows a single other token.
     """
     quiet = all(isinstance(each, GrammarMask | MinTokens | ReasoningEnd) for each in processors)
@@ -288,7 +288,7 @@ def can_force(params: SamplingParams, processors: Sequence[MaskProcessor]) -> bo
 
 
 def only_tokens(masks: Words) -> list[int | None]:
-    """Return, for each mask [M, W], the token that it allows; None if it is not exactly one."""
+    """Return the only token that each mask [M, W] allows; None if a mask allows none or several."""
     found: list[int | None] = [None] * len(masks)
     counts = np.count_nonzero(masks, axis=1)
     for index in (counts == 1).nonzero()[0].tolist():

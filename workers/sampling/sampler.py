@@ -161,7 +161,7 @@ class Sampler:
             logits: [S, V] float32. Rows may be modified in place, except the rows of beams. If any
                 row needs log probabilities, no row is modified.
             rows: [S] sequence-table row of each row of logits.
-            indices: [S] index of the token to sample in its answer, from 0.
+            indices: [S] answer index, from 0, of the token to sample in each row.
             history: prompts and answers so far of all rows of the sequence table.
         """
         if not len(rows):
@@ -215,8 +215,8 @@ class Sampler:
         mask reads the log, `history` may lack the tokens of the previous step.
 
         Returns:
-            On the device: the tokens [S] int32, and [S] bool, True for valid rows. Also the forced
-            tokens, which must follow the tokens of some rows.
+            On the device: the tokens [S] int32, and [S] bool, True for valid rows. Also, for some
+            rows, the forced tokens that must follow the row's token.
         """
         params, masks = self._params[rows], self.masks.take(rows, indices, history)
         if masks is not None:
@@ -235,7 +235,7 @@ class Sampler:
     def score(
         self, logits: Tensor, wanted: npt.NDArray[np.int64], tokens: Ints
     ) -> list[TokenLogprobs | None]:
-        """Return log probabilities of given tokens [P] under logits [P, V].
+        """Return the log probabilities of `tokens` [P] under `logits` [P, V].
 
         wanted: [P] number of most likely tokens to return as well; -1: return None for the row.
         """
@@ -345,8 +345,8 @@ class Sampler:
 def _apply_masks_(logits: Tensor, masks: StepMasks) -> Bools | None:
     """Exclude tokens from the masked rows of logits [S, V], in place.
 
-    On a CPU, return [S]: True for rows without NaN and Inf before this. On other devices, return
-    None.
+    On a CPU, return [S]: True for rows that had no NaN or Inf before the change. On other devices,
+    return None.
     """
     if logits.device.type == "cpu":
         return apply_host_masks_(logits, masks.at, masks.words)

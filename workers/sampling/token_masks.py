@@ -1,4 +1,4 @@
-"""The masks of a whole batch: packed bits of the tokens that each row may sample next.
+"""Token masks of a batch: for each row, packed bits of the tokens that it may sample next.
 
 The masks of a step can be filled on a second thread while the model computes: `begin` starts this
 once the tokens of all earlier steps are committed.
@@ -145,7 +145,7 @@ class TokenMasks:
 
         Args:
             rows: [S] sequence-table row of each row of logits.
-            indices: [S] index of the token to sample in its answer, from 0.
+            indices: [S] answer index, from 0, of the token to sample in each row.
             history: prompts and answers so far of all rows of the sequence table.
         """
         begun, self._begun = self._begun, None
@@ -237,7 +237,7 @@ class TokenMasks:
         filled = self._fill_unknown([mask for _, mask, _ in found])
         singles = [(at, mask, log) for at, mask, log in found if mask.single is not None]
         if filled is not None and len(filled) == len(logs) and _are_final(logs, singles):
-            # returned without a copy, because nobody changes these masks
+            # returned without a copy, because these masks are not changed afterwards
             return filled, is_single, NO_FORCED
         if self.max_forced:
             able = self._can_force
@@ -254,7 +254,7 @@ class TokenMasks:
         return words, is_single, forced
 
     def _fill_unknown(self, masks: Sequence[GrammarMask]) -> Words | None:
-        """Fill and return the masks of the matchers' positions where they are not known."""
+        """Fill and return the missing masks [n, W] of `masks`; return None if none is missing."""
         masks = [mask for mask in masks if mask.needs_fill]
         if not masks:
             return None
@@ -263,7 +263,7 @@ class TokenMasks:
             self._executor = LLExecutor(_num_threads())
         filled = np.empty((len(masks), self._num_words), np.int32)
         fill_masks([mask.matcher for mask in masks], filled, self._executor)
-        # A tokenizer may have more tokens than the model: these can neither be drawn nor forced.
+        # If the tokenizer has more tokens than the model, exclude the additional tokens.
         word, bit = divmod(self._vocab_size, BITS)
         filled[:, word : word + 1] &= (1 << bit) - 1
         filled[:, word + 1 :] = 0
@@ -272,7 +272,7 @@ class TokenMasks:
         return filled
 
     def _consume_forced(self, masks: Sequence[GrammarMask]) -> None:
-        """Let grammars consume the tokens that must come next, and fill the masks after these."""
+        """Let grammars consume the forced tokens, and fill the mask that follows each token."""
         for _ in range(self.max_forced + 1):
             if not masks:
                 return

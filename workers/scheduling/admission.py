@@ -70,7 +70,7 @@ class Admission:
             groups.events.append(Reserved(ticket.key, have, ticket.source_len, blocks))
 
     def _match_if_fits(self, ticket: SequenceState) -> CachedPrefix | None:
-        """Return the cached prefix to reuse, or None if the other blocks of `ticket` do not fit.
+        """Return the cached prefix to reuse, or None if the rest of `ticket` does not fit.
 
         Leases are reclaimed only while no sequence has a table row. Otherwise `ticket` waits until
         a running sequence ends and frees its blocks.
@@ -99,9 +99,8 @@ class Admission:
     def _with_begun_block(self, ticket: SequenceState, matched: Ints, unused: int) -> CachedPrefix:
         """Extend `matched` by a cached block that begins with the next tokens of `ticket`, if any.
 
-        The block is copied, into a block that `ticket` needs anyway. Until the copy is made, the
-        block is held. If the block has no holder yet, holding it takes one of the `unused`
-        available blocks.
+        The cached block is held until it has been copied into a block that `ticket` needs anyway.
+        If the cached block has no holder yet, holding it takes one of the `unused` blocks.
         """
         size = self._limits.block_size
         have = len(matched) * size

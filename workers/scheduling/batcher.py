@@ -42,7 +42,7 @@ class Batcher:
 
     Without pipeline parallelism, one step is in flight. A second step may be planned if its plan
     needs no token of the first. With pipeline parallelism, one step per stage may be in flight.
-    Between `plan` and `commit`, any method may be called: sequences keep their rows and blocks.
+    Between `plan` and `commit`, any method may be called: a step's sequences keep rows and blocks.
     """
 
     def __init__(self, limits: SchedulerConfig, table: SequenceTable | None = None) -> None:
@@ -84,7 +84,7 @@ class Batcher:
         self._groups.drop(key)
 
     def drop_choice(self, key: Key, choice: int) -> None:
-        """Remove a choice; emit `Finished` after the last one. Ignore beams and unknown choices."""
+        """Remove a choice; emit `Finished` if none is left. Ignore beams and unknown choices."""
         self._groups.drop_choice(key, choice)
 
     def finish(self, key: Key) -> None:
@@ -126,7 +126,7 @@ class Batcher:
         self._groups.end_receiving(key, arrived=False)
 
     def transfer_drained(self, key: Key) -> None:
-        """Free the blocks of a dropped receiver, after all writes; ignore an unknown key."""
+        """Free a dropped receiver's blocks after the last write to them; ignore an unknown key."""
         self._leases.release_abandoned(key)
 
     # ------------------------------------------------------------ steps
@@ -168,7 +168,7 @@ class Batcher:
         The output has no tokens of beams or of sequences that were removed after `plan` was made.
 
         Args:
-            plan: the plan of that step.
+            plan: the plan of the oldest step in flight.
             drawn: [S] tokens sampled for `plan.sampling_rows`, in order.
             beams: the sampling rows that are beams, and their parents; None if there are none.
             forced: tokens that must follow the sampled ones; see `append_forced`.
@@ -297,7 +297,7 @@ def _step_output(
     finishes: Ints,
     beams: BeamRows | None,
 ) -> StepOutput:
-    """Return the output of a step without beams, whose tokens only the beam search uses."""
+    """Return the output of a step, leaving out beams: only the beam search uses their tokens."""
     if beams is not None:
         visible = ~np.isin(rows, beams.rows)
         rows, indices, tokens, finishes = (

@@ -1,4 +1,4 @@
-"""The beams of beam searches that have table rows."""
+"""Beam groups: the beams of the beam searches in the batch, grouped by search."""
 
 import numpy as np
 
@@ -10,7 +10,7 @@ from penstock.workers.scheduling.waiting import SequencePhase, SequenceState
 
 
 class BeamGroups:
-    """The beams of each search that has table rows.
+    """The beams that have table rows, grouped by beam search.
 
     All beams of a search sample in the same steps. At the commit of a step, they exchange tokens
     and blocks, because a beam may continue any other beam of its search.

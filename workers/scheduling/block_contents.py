@@ -23,9 +23,9 @@ class BlockContents:
     """Tokens of published blocks, indexed by a block's parent (previous block) and first token."""
 
     def __init__(self) -> None:
-        # Maps a block to its key in `_children` and its tokens.
+        # maps the hash of a block to the block's key in `_children` and its tokens
         self._tokens_of: dict[bytes, tuple[bytes, bytes]] = {}
-        # a key consists of the parent and the first token
+        # maps parent and first token to the hashes of the blocks that have both, oldest first
         self._children: dict[bytes, dict[bytes, None]] = {}
 
     def add(self, digest: bytes, parent: bytes, tokens: bytes) -> None:
@@ -51,7 +51,7 @@ class BlockContents:
             del self._children[found[0]]
 
     def shorter(self, parent: bytes, tokens: bytes) -> list[bytes]:
-        """Return the blocks after `parent` whose tokens are a proper prefix of `tokens`.
+        """Return the hashes of blocks after `parent` whose tokens are a proper prefix of `tokens`.
 
         Args:
             parent: hash of a block, or the root of a sequence.
@@ -72,7 +72,7 @@ class BlockContents:
 
         Args:
             parent: hash of a block, or the root of a sequence.
-            tokens: [n] the tokens that follow; n is less than the size of a block.
+            tokens: [n] the tokens after `parent`; n is less than the size of a block.
         """
         if not tokens.size:
             return b"", 0

@@ -26,7 +26,7 @@ class BlockGrowth:
         return missing + (self.num_copies(rows[counts > 0]) if self.shared_rows else 0)
 
     def grow(self, rows: Ints, counts: Ints) -> Ints:
-        """Take the blocks for the next `counts` tokens of these rows.
+        """Take the blocks for the next `counts` tokens of `rows`.
 
         Returns:
             [C, 2] (source, destination) of the blocks to copy before the step, namely shared blocks
@@ -62,11 +62,10 @@ class BlockGrowth:
             self._pool.release(source, State.USED)
 
     def _copy_on_write(self, rows: Ints) -> Ints:
-        """Replace shared blocks of `rows` by their own blocks; return the copies to make.
+        """Replace shared blocks that `rows` write next with new ones; return the copies to make.
 
         The source blocks are held until `release_sources` is called. Otherwise a source could be
-        evicted and reserved for a KV transfer. The transfer could overwrite it before the step has
-        made the copies.
+        evicted, reserved for a KV transfer and overwritten before the step has copied it.
         """
         shared, columns = self._begun_shared_blocks(rows)
         blocks = self._table.block_table[shared, columns]
@@ -77,7 +76,7 @@ class BlockGrowth:
             if self._pool.is_shared(block):
                 copies.append((block, next(own)))
                 self._table.block_table[row, column] = copies[-1][1]
-                # the last of the rows keeps the block and needs no copy
+                # the last of the rows that share the block then keeps it, without a copy
                 self._pool.release(block[None], State.USED)
             self.shared_rows.discard(int(row))  # the row's last block is not shared now
         made = np.array(copies, np.int32).reshape(-1, 2)

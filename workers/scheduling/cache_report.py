@@ -16,9 +16,9 @@ _NO_BLOCK = bytes(HASH_BYTES)
 
 @dataclass(frozen=True, slots=True)
 class CacheChange:
-    """Net change of the cached blocks since the last report; blocks are short hashes.
+    """Net change of the cached blocks since the last report. Blocks are given as short hashes.
 
-    The stored blocks are chains: each block follows the one before it in a sequence.
+    The stored blocks form chains: in a chain, each block follows the previous one in a sequence.
     """
 
     number: int

@@ -20,7 +20,7 @@ class SchedulerConfig:
     # Admission leaves this many blocks free for each sequence that is already in the batch.
     watermark: int = 1
     # Forced tokens make the next step slower for all rows, because it cannot run as a graph.
-    # They are added only if a step has at least this many forced tokens per other row.
+    # They are added only if there are at least this many per running row without forced tokens.
     forced_per_other_row: float = 4.0
     static: bool = False  # static batching, as a baseline: admit only when the batch is empty
     hash_key: bytes = field(default=b"", repr=False)  # secret of the cluster: see `root_hash`

@@ -97,7 +97,7 @@ class DecodeFastPath:
     def fills(self, plan: StepPlan) -> bool:
         """Return True if this plan may fill a block.
 
-        Call this once per plan, because the call removes the record.
+        Call this once per plan: a second call for the same plan returns False.
         """
         if plan.number not in self._filling:
             return False

@@ -60,7 +60,7 @@ def append_forced(state: SchedulerState, output: StepOutput, forced: ForcedToken
 def _append_one(
     table: SequenceTable, output: StepOutput, at: npt.NDArray[np.intp], tokens: Sequence[int]
 ) -> StepOutput:
-    """Append one token to each of the rows at indices `at` of the output; return their output."""
+    """Append one token to each of the rows `output.rows[at]`; return the output of these rows."""
     rows, drawn = output.rows[at], np.array(tokens, np.int32)
     indices = table.num_tokens[rows] - table.num_prompt[rows]
     finishes = table.append(rows, drawn)

@@ -10,8 +10,8 @@ from penstock.workers.scheduling.waiting import SequenceState
 class InFlightSteps:
     """The steps in flight, oldest first: at most two, or one per pipeline stage.
 
-    Sequences of a step in flight keep their table rows and blocks until its commit, and so do the
-    sources of its block copies.
+    Until a step commits, its sequences keep their table rows and blocks, and the source blocks of
+    its copies stay held.
     """
 
     def __init__(self, batch: RunningBatch) -> None:
@@ -53,9 +53,9 @@ class InFlightSteps:
         )
 
     def release_row(self, ticket: SequenceState) -> bool:
-        """Release the row and blocks of a sequence, but not before the last step that has it.
+        """Release a sequence's row and blocks now, or later if a step in flight has the sequence.
 
-        Return True if the release is done, False if a step in flight delays the release.
+        Return True if they were released now.
         """
         if self.holds(ticket):
             self.released_later.append(ticket)
@@ -68,7 +68,7 @@ class InFlightSteps:
         return ~np.isin(rows, [ticket.row for ticket in self.released_later])
 
     def release_drained(self) -> None:
-        """Release those removed sequences that are no longer in a step in flight."""
+        """Release the removed sequences that are no longer in a step in flight."""
         gone, self.released_later = self.released_later, []
         for ticket in gone:
             self.release_row(ticket)

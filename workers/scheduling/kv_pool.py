@@ -72,7 +72,7 @@ class BlockPool:
         return int(np.count_nonzero(self.state[blocks] >= _CACHED))
 
     def is_findable(self, blocks: Ints) -> npt.NDArray[np.bool_]:
-        """Return a mask [n]: True for published blocks, which `match` may return."""
+        """Return a mask [n]: True for published blocks, which a look-up may return."""
         return self.published.mask[blocks]
 
     def take(self, num: int, hold: Hold) -> Ints:
@@ -115,9 +115,9 @@ class BlockPool:
         self._update_states(blocks[left == 0])
 
     def num_copies(self, blocks: Ints) -> int:
-        """Return how many copies are needed before these writes (copy-on-write).
+        """Return how many copies must be made before the writers write (copy-on-write).
 
-        If all holders of an unpublished block write, the last one writes to the block itself.
+        If all holders of an unpublished block write, the last of them writes to the block itself.
 
         Args:
             blocks: [n] the block that each writer is about to write; a shared block occurs once per
@@ -202,7 +202,7 @@ class BlockPool:
         self.published.check()
 
     def _forget_contained(self, parent: bytes, contents: bytes) -> None:
-        """Unpublish partly filled blocks whose tokens are a prefix of a block with `contents`."""
+        """Unpublish partly filled blocks after `parent` whose tokens are a prefix of `contents`."""
         contained = self.published.contained(parent, contents)
         if contained:
             self.forget(np.array(contained, np.int32))

@@ -45,7 +45,7 @@ class Preemption:
         Forks of the sequence, or all beams of its beam search, are preempted with it.
 
         Returns:
-            The sequence to queue again; its forks, or the other beams of its search, are attached.
+            The sequence to queue again. Its `forks` are the other preempted sequences.
         """
         ticket = self._batch.last
         leader, *followers = ticket.beams or (ticket, *ticket.forks)

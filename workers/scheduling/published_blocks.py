@@ -1,8 +1,9 @@
-"""The blocks of a pool that are published under a content hash, and the changes among them.
+"""Blocks of a pool that are published under a content hash, and the changes of this set.
 
 A full block is published under its hash in the sequence's chain (`penstock.common.block_hash`). The
 last block of a sequence is often only partly filled. Such a block is published too, but hash chains
-contain only full blocks. Only `match_begun` finds it; `hashes` and `changes` do not contain it.
+contain only full blocks. Therefore only `match_begun` finds partly filled blocks, and `hashes` and
+`changes` do not contain them.
 """
 
 from collections.abc import Collection, Sequence

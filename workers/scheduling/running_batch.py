@@ -41,7 +41,7 @@ def split_token_budget(remaining: Ints, decode_lens: Ints, budget: int) -> Ints:
     Args:
         remaining: [B] number of uncomputed tokens of each row.
         decode_lens: [B] a row with at most this many uncomputed tokens is decoding.
-        budget: the most tokens of the step.
+        budget: maximum number of tokens of the step.
     """
     counts = np.ones(len(remaining), np.int32)
     (more,) = (remaining != 1).nonzero()
@@ -129,7 +129,7 @@ class RunningBatch:
             self.block_growth.shared_rows.add(ticket.row)
 
     def fork_if_due(self, ticket: SequenceState) -> bool:
-        """Start the forks of `ticket` if its prompt is computed; return True if it is computed."""
+        """Start the forks of `ticket` if its prompt is computed; return whether it is computed."""
         num_prompt = ticket.new.num_prompt
         if self._table.num_computed[ticket.row] < num_prompt:
             return False
@@ -275,7 +275,7 @@ class RunningBatch:
         table, row = self._table, ticket.row
         num_full, num_left = divmod(int(table.num_computed[row]), table.block_size)
         if not num_left or table.num_published[row] != num_full:
-            return  # the blocks are not published, see `stop_publishing`
+            return  # the last block is full, or the row publishes no blocks (`stop_publishing`)
         chain = ticket.chain(table.tokens[row], num_full, table.block_size)
         parent = chain[-1] if chain else ticket.root
         first = num_full * table.block_size

@@ -1,4 +1,4 @@
-"""The state of a batcher, which the parts of the batcher share."""
+"""State of a batcher, shared by the components of the batcher."""
 
 from dataclasses import dataclass
 

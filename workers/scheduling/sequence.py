@@ -15,7 +15,7 @@ import numpy.typing as npt
 from penstock.common.sampling_params import SamplingParams
 
 Key: TypeAlias = Hashable
-"""Identifies a sequence for its owner; the scheduler only compares keys."""
+"""Identifies a sequence for the caller; the scheduler only compares keys."""
 
 Ints: TypeAlias = npt.NDArray[np.int32]
 Bools: TypeAlias = npt.NDArray[np.bool_]
@@ -55,7 +55,7 @@ class NewSequence:
     num_prompt: int
     params: SamplingParams
     choice: int = 0
-    yield_after: int = 0  # number of new tokens after which to yield; 0: never
+    yield_after: int = 0  # number of new tokens after which the sequence yields; 0: never
     salt: bytes = b""  # sequences share cached blocks only under the same salt
     source_len: int = 0  # number of KV positions that another worker can send; 0: none
     siblings: tuple[Sibling, ...] = ()
@@ -68,7 +68,7 @@ def usable_source(offered: int, num_prompt: int, lengths: Sequence[int]) -> int:
     """Return `offered` if all choices can use that many KV positions, otherwise 0.
 
     Args:
-        offered: number of KV positions that the source has.
+        offered: number of KV positions that the source worker can send.
         num_prompt: number of prompt tokens; several choices share only the prompt.
         lengths: number of tokens of each choice, prompt included. A choice must compute at least
             its last token.
@@ -166,7 +166,7 @@ class StepOutput:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """Event: a choice got a table row. State that is kept per row elsewhere must be set up now."""
+    """Event: a choice got a table row. Other objects must now set up their state for it."""
 
     key: Key
     row: int

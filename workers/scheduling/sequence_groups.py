@@ -1,4 +1,4 @@
-"""Keeps the sequences of a worker, each as a group of choices: starts forks, yields and removes."""
+"""Keeps the sequences of a worker, each as a group of choices; forks, yields and removes them."""
 
 from collections.abc import Sequence
 
@@ -19,8 +19,8 @@ from penstock.workers.scheduling.waiting import SequencePhase, SequenceState
 class SequenceGroups:
     """The choices that wait, receive or run, by the key of their sequence.
 
-    When a choice is removed, its table row and blocks are released at once. If steps in flight have
-    the choice, they are released when the last of these steps commits. `events` has the events that
+    When a choice is removed, its table row and blocks are released at once, or, if steps in flight
+    have the choice, when the last of these steps commits. `events` has the events that
     `Batcher.events` has not returned yet.
     """
 
@@ -106,7 +106,7 @@ class SequenceGroups:
         self.drop(key)
 
     def drop_choice(self, key: Key, choice: int) -> None:
-        """Remove a choice; emit `Finished` after the last one. Ignore beams and unknown choices."""
+        """Remove a choice; emit `Finished` if none is left. Ignore beams and unknown choices."""
         group = self._choices(key)
         ticket = next((one for one in group if one.choice == choice), None)
         if ticket is None or ticket.beams:
@@ -192,7 +192,7 @@ class SequenceGroups:
     def yield_if_due(self, key: Key) -> None:
         """Yield a sequence and lease its blocks, if it is due to yield and may yield now.
 
-        It may not yield while it is in a step in flight or receives KV.
+        A sequence may not yield while it is in a step in flight or receives KV.
         """
         group, table = self._groups[key], self._table
         in_batch = [ticket for ticket in group if ticket.row >= 0]

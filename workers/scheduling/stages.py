@@ -21,7 +21,7 @@ def plan_idle_rows(state: SchedulerState, number: int) -> StepPlan | None:
 
 
 def _split_budget_over_idle(state: SchedulerState) -> tuple[Ints, Ints]:
-    """Choose one pipeline stage's share of the table rows that are not in a step in flight.
+    """Choose the rows of the next step from the table rows that are not in a step in flight.
 
     Returns:
         [n] table rows, at most 1 / `num_stages` of the running rows, and [n] token counts.

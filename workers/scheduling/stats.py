@@ -44,7 +44,7 @@ def debug_state(state: SchedulerState, sequences: Collection[SequenceState]) -> 
     """Return the scheduler's state as plain values, without tokens.
 
     Args:
-        state: the state.
+        state: state of the scheduler.
         sequences: all sequences that the scheduler has.
     """
     try:

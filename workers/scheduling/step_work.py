@@ -11,9 +11,9 @@ class StepWork(NamedTuple):
     """The work of one step.
 
     Attributes:
-        tokens: tokens run through the model.
-        sequences: sequences of the step.
-        positions: KV positions of all sequences, including those that the step writes.
+        tokens: number of tokens that the model processes.
+        sequences: number of sequences.
+        positions: number of KV positions of all sequences, including those that the step writes.
         pairs: attention work of prompts: number of (prompt token, attended position) pairs. Covers
             only sequences that compute more than one token.
     """

@@ -39,7 +39,7 @@ class SequenceTable:
         self.num_computed = column()  # number of positions whose K and V are in the blocks
         self.num_published = column()  # number of leading blocks that are full and published
         self.prompt_known = column()  # first prompt position that needs logprobs; NEVER: none does
-        self.min_len = column()  # number of tokens from which on stop tokens end the sequence
+        self.min_len = column()  # smallest number of tokens at which a stop token ends the sequence
         self.max_len = column()  # number of tokens at which the sequence ends
         self.yield_len = column()  # number of tokens at which the sequence yields
         self.decode_len = column()  # a row with at most this many uncomputed tokens is decoding
@@ -212,7 +212,7 @@ class SequenceTable:
 
 
 def _take(table: Ints, rows: Ints, counts: Ints, columns: Ints) -> Ints:
-    """Return the entries [T] at `columns` [T] of `table`; row b owns the next `counts[b]` of them.
+    """Return the entries [T] at `columns` [T]: first `counts[0]` of row `rows[0]`, and so on.
 
     `take` with one flat index per entry takes half the time of an index with rows and columns.
     """

@@ -22,11 +22,11 @@ class SequencePhase(Enum):
 
 @dataclass(slots=True, eq=False)
 class SequenceState:
-    """State of one choice of a submitted sequence that is not kept in the sequence table."""
+    """State of one choice of a submitted sequence, except the state in the sequence table."""
 
     new: NewSequence
-    arrival: int  # arrival number; a preempted sequence keeps this number and so its place
-    tokens: Ints  # [num_tokens] tokens, only valid while waiting; then the table has the tokens
+    arrival: int  # arrival number, by which the queue is sorted; kept after a preemption
+    tokens: Ints  # [num_tokens]; valid while the choice has no row, otherwise the table has them
     yield_len: int
     source_len: int  # number of KV positions that a transfer may still provide
     phase: SequencePhase = SequencePhase.WAITING
@@ -129,7 +129,7 @@ class WaitingQueue:
         return self._heap[0][1] if self._heap else None
 
     def remove(self, ticket: SequenceState) -> None:
-        """Remove a sequence from any place in the queue."""
+        """Remove a sequence from any position in the queue."""
         if self._heap[0][1] is ticket:
             # Pop the entry now, so that the heap never contains the sequence twice.
             # A sequence that was the head may be pushed again after a preemption.

@@ -33,7 +33,7 @@ class CacheStream:
             self._request_snapshot(session)
 
     def resync(self, session: Session) -> None:
-        """Request a new snapshot for a subscribed router, unless one is already on its way."""
+        """Request a new snapshot for a subscribed router, unless one was requested or is queued."""
         if session.session_id in self._live and not session.has_waiting_snapshot:
             del self._live[session.session_id]
             self._request_snapshot(session)

@@ -242,7 +242,7 @@ def _add_tokens(
 
 
 def step_records_message(records: Sequence[StepRecord]) -> wire.StepRecords:
-    """Return the message with these step records."""
+    """Encode step records as a message."""
     return wire.StepRecords(
         number=[record.number for record in records],
         ended=[record.ended for record in records],

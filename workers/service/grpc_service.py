@@ -50,7 +50,7 @@ Requests = AsyncIterator[wire.ToWorker]
 class WorkerService:
     """gRPC service with one stream per router: handshake, numbered messages and heartbeats.
 
-    Its callers are authorized (`worker_port`).
+    `worker_port` authorizes the callers.
     """
 
     def __init__(
@@ -263,7 +263,7 @@ async def serve_worker(
     Args:
         config: settings of the worker.
         progress: called with (done, total) bytes of weights.
-        captured: called with the (done, total) number of CUDA graphs.
+        captured: called with (done, total) numbers of CUDA graphs.
         store: rendezvous of the worker's ranks, if there are several.
         watchdog: gets a timer and the state of the engine. The caller starts the watchdog.
         on_stage: called with the name of each start-up stage except loading and graph capture.

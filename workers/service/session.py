@@ -90,7 +90,7 @@ class Session:
         self._changed.set()
 
     async def ended(self) -> StreamEnd:
-        """Wait until the stream has ended, also while a message is being written."""
+        """Wait until the stream has ended, even if a message is still being written."""
         await self._ended.wait()
         assert self.stream_end is not None
         return self.stream_end

@@ -51,7 +51,7 @@ class SessionManager:
     """Manages the sessions of all routers with one engine, and starts the engine's thread.
 
     Args:
-        engine: the engine; from now on only its own thread may call it.
+        engine: the engine; afterwards, only the thread that the constructor starts may call it.
         identity: identity of the worker, for KV transfers.
         address: address of the worker's service, for KV transfers.
         seconds: time without progress after which a KV transfer is aborted.
@@ -298,8 +298,8 @@ class SessionManager:
 def _with_grammars(load: wire.Load, num_waiting: int) -> wire.Load:
     """Return `load` with the number of sequences that wait for grammars.
 
-    No step changes this number. The result is a copy, because sessions keep the load that they sent
-    last.
+    This number may change between steps. The result is a copy, because each session keeps the load
+    that it sent last.
     """
     if load.awaiting_grammar == num_waiting:
         return load

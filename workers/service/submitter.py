@@ -33,7 +33,7 @@ class Submitter:
         self._grammars = grammars
         self._most = most
         self._thread = ThreadPoolExecutor(1, "grammars")
-        # Commands of each sequence, kept until its grammar is compiled.
+        # for each sequence that waits for its grammar, the commands to post afterwards
         self._waiting: dict[SequenceKey, list[EngineCommand]] = {}
 
     @property
@@ -44,7 +44,8 @@ class Submitter:
     def submit(self, session: Session, key: SequenceKey, new: NewSequence) -> None:
         """Submit a sequence that `session` holds; reject it if the engine or grammar refuses it.
 
-        A grammar that is not in the cache is compiled first. Commands for the sequence wait.
+        A grammar that is not in the cache is compiled first. Until then, `post` queues the commands
+        for the sequence.
         """
         wanted = new.params.structured_outputs
         if wanted is None:

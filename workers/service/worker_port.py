@@ -35,11 +35,11 @@ _TRANSFER_PATH = f"/{transfer_pb2.DESCRIPTOR.services_by_name['Transfer'].full_n
 
 
 def new_server(token: str | None, transfer_secret: str) -> grpc.aio.Server:
-    """Return a server for the services of a worker, not yet bound to a port.
+    """Return a server, not yet bound to a port, for the services of a worker.
 
     Args:
         token: the cluster's token; None: routers need none.
-        transfer_secret: what workers must send to open the channel of KV transfers.
+        transfer_secret: secret that other workers must send to open a channel for KV transfers.
     """
     return grpc.aio.server(
         interceptors=[AuthInterceptor(_authorizer(token, transfer_secret))],
@@ -74,6 +74,6 @@ def bind(server: grpc.aio.Server, config: WorkerConfig) -> str:
 
 
 def guard(address: str) -> ConnectionGuard:
-    """Bound the connections of each client to the served `address`, until the guard is closed."""
+    """Limit how many connections a client may have to `address`, until the guard is closed."""
     port = int(address.rpartition(":")[2])
     return ConnectionGuard(port, LIMITS.max_connections_per_address, RefusedConnections("worker"))

@@ -32,7 +32,7 @@ MAX_STATE_BYTES = 4096
 """Largest size of the JSON object of a module; real ones have about 200 bytes."""
 
 _NESTED_BLOCK = 256  # number of scales that share one scale of the second level
-_ROW_FORMAT = 0  # value of `weight_format` for plain rows; other values are layouts of old GPUs
+_ROW_FORMAT = 0  # value of `weight_format` for plain rows; other values are layouts for older GPUs
 
 
 def state_suffix(table: str) -> str:
@@ -52,7 +52,7 @@ def int8_tensors(
 
 
 def read_int8(module: QuantizedModule, tensors: dict[str, Tensor]) -> QuantizedMatrix:
-    """Return a rank's part of an LLM.int8 module; raise BadCheckpoint for another layout."""
+    """Return a rank's part of an LLM.int8 module; raise BadCheckpoint if not stored by rows."""
     stored = tensors.pop("weight_format", None)
     if stored is not None and int(stored) != _ROW_FORMAT:
         raise BadCheckpoint(
@@ -96,7 +96,7 @@ def table_tensors(
 
 
 def _flat_region(rows: Ranges | None, columns: Ranges | None, num_rows: int, width: int) -> Region:
-    """Return the region of a matrix [num_rows, width] that is stored as one dimension."""
+    """Convert ranges of rows and columns to a region of the flattened matrix [num_rows * width]."""
     if columns is None or columns == ((0, width),):
         if rows is None:
             return ()
@@ -108,7 +108,7 @@ def _flat_region(rows: Ranges | None, columns: Ranges | None, num_rows: int, wid
 def read_table(
     module: QuantizedModule, tensors: dict[str, Tensor], region: Region
 ) -> QuantizedMatrix:
-    """Return a rank's part of an NF4 or FP4 module; the tensors are removed from the dictionary.
+    """Return a rank's part of an NF4 or FP4 module; codes and scales are removed from `tensors`.
 
     Args:
         region: the rank's part of the weights [outputs, inputs].
@@ -139,7 +139,7 @@ def _nested_scales(
 ) -> Tensor:
     """Convert 8-bit scales to float32 (double quantization).
 
-    `absmax` [n] are the scales of a rank: the region `flat` of the module's scales.
+    `absmax` [n] has the scales of a rank, which are the region `flat` of the module's scales.
     """
     spans = flat[0] if flat and flat[0] is not None else ((0, len(absmax)),)
     numbers = torch.cat([torch.arange(*span, device=absmax.device) for span in spans])

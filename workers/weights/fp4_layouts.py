@@ -26,7 +26,7 @@ from penstock.workers.weights.quantized_module import (
 from penstock.workers.weights.regions import Ranges
 
 E8M0_NAN = 255
-"""The byte of an e8m0 scale that stands for NaN."""
+"""Byte value that represents NaN in e8m0."""
 
 _GLOBAL_SCALES = {"nvfp4": "weight_global_scale", "modelopt nvfp4": "weight_scale_2"}
 
@@ -58,7 +58,7 @@ def read_fp4(module: QuantizedModule, tensors: dict[str, Tensor]) -> QuantizedMa
     """Return a rank's part of a module; the tensors are removed from the dictionary.
 
     Raises:
-        BadCheckpoint: A scale is not a number, or the scale of the module is not positive.
+        BadCheckpoint: A block's scale is NaN, or the module's scale is not finite or out of range.
     """
     codes = tensors.pop(_codes_name(module))
     scales, storage = tensors.pop("weight_scale"), module.scheme.storage
@@ -97,7 +97,7 @@ def e8m0_scales(name: str, scales: Tensor) -> Tensor:
     if scales.numel() and int(scales.max()) == E8M0_NAN:
         raise BadCheckpoint(f"tensor {name} contains {E8M0_NAN} (NaN); scales are 0 to 254")
     bits = scales.to(torch.int32) << 23
-    # 2^-127 is a subnormal number of float32.
+    # Byte 0 means 2^-127, a subnormal float32 number with the bits 1 << 22.
     return bits.masked_fill_(bits == 0, 1 << 22).view(torch.float32)
 
 

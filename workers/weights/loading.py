@@ -65,7 +65,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 _NOT_WEIGHTS = re.compile(r"\.rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$")
-"""Precomputed tables in older checkpoints of Llama and GPT-J; these tables are not loaded."""
+"""Names of precomputed tables in older Llama and GPT-J checkpoints; the tables are not loaded."""
 
 
 def load(
@@ -78,7 +78,7 @@ def load(
     deterministic: bool = False,
     ranks: ParallelGroups = SINGLE_RANK,
 ) -> tuple[ModelInfo, Model]:
-    """Load a model with `load_model`, or through `transformers` if it has no native decoder."""
+    """Load a model with `load_model`, or with `transformers` if no native decoder supports it."""
     config = read_config(folder)
     if is_native(config):
         return load_model(
@@ -120,16 +120,16 @@ def load_model(
     deterministic: bool = False,
     ranks: ParallelGroups = SINGLE_RANK,
 ) -> tuple[ModelSpec, Decoder]:
-    """Load a checkpoint folder, or only the shard of one rank.
+    """Load the shard of one rank from a checkpoint folder or a GGUF file.
 
     All checks are made before memory is allocated.
 
     Args:
         dtype: "auto", "float32", "bfloat16" or "float16"; see `choose_dtype`.
         progress: Called with (bytes read, total bytes), first with 0 bytes read.
-        max_model_len: Number of positions to use, if fewer than the model has (changes longrope).
-        quantization: "none", "float" (dequantizes GGUF files), or "int8", "fp8" or "int4"; applied
-            to each layer as soon as it is loaded.
+        max_model_len: Maximum number of positions of a sequence; only longrope uses this limit.
+        quantization: "none", "float" (dequantize GGUF files), or the form to which each layer is
+            quantized as soon as the layer is loaded: "int8", "fp8" or "int4".
         deterministic: Use batch-invariant layers: results do not depend on the rest of the batch.
 
     Returns:
@@ -138,7 +138,8 @@ def load_model(
     Raises:
         BadCheckpoint: The checkpoint is incomplete or invalid.
         UnsupportedModel: The model is not supported.
-        ValueError: An option is not available here, or the ranks cannot divide the model.
+        ValueError: The device, dtype or checkpoint does not support an option.
+        BadShape: The ranks cannot divide the model.
     """
     spec = read_spec(folder)
     if max_model_len is not None:
@@ -161,7 +162,8 @@ def load_model(
     if deterministic:
         check_deterministic(device, chosen)
     form = weight_form(quantization)
-    # Packed blocks are the same weights as floats. Only their products are rounded differently.
+    # Packed GGUF blocks have the same weights as dequantized blocks; only their products round
+    # differently. The KV layout string therefore names packed blocks in deterministic mode only.
     named = modules if deterministic or not is_gguf(folder) else {}
     decoder = replace(
         empty_decoder(spec, chosen, device, deterministic, ranks, quantized=form is not None),
@@ -214,7 +216,7 @@ def choose_dtype(name: str, own: str, device: torch.device) -> torch.dtype:
 def find_tensors(folder: Path) -> dict[str, TensorEntry]:
     """Return all tensors of a checkpoint by name.
 
-    The checkpoint is a GGUF file, a single safetensors file, or several with an index.
+    The checkpoint is a GGUF file, one safetensors file, or several safetensors files with an index.
     """
     if is_gguf(folder):
         return find_gguf_tensors(folder)
@@ -246,7 +248,7 @@ def _sharded(folder: Path) -> dict[str, TensorEntry]:
 
 
 def _named_in_full(entries: dict[str, TensorEntry], prefix: str) -> dict[str, TensorEntry]:
-    """Add `prefix` to all names if no name has it: the checkpoint was saved without a head."""
+    """Add `prefix` to all names if no name has the prefix (checkpoints saved without the head)."""
     if any(name.startswith(prefix) for name in entries):
         return entries
     return {prefix + name: replace(entry, name=prefix + name) for name, entry in entries.items()}

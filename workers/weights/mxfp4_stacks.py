@@ -1,4 +1,4 @@
-"""The stacks of experts that gpt-oss publishes in MXFP4, and their division among ranks.
+"""The stacks of experts in MXFP4 checkpoints of gpt-oss, and their division among ranks.
 
 A stack NAME is stored as three tensors:
 
@@ -44,7 +44,7 @@ class Mxfp4StackMethod:
     A rank that needs only some of the inputs loads every block that contains one of these inputs.
     """
 
-    module: QuantizedModule  # one expert's undivided projection, under the name of the stack
+    module: QuantizedModule  # one expert's projection in the whole model; has the stack's name
     experts: range  # experts that this rank holds, by their numbers in the checkpoint
     outputs: Ranges | None  # outputs that this rank holds; None: all
     inputs: tuple[int, int] | None  # inputs that this rank holds; None: all
@@ -69,7 +69,7 @@ class Mxfp4StackMethod:
         self, stack: ExpertStack, shape: tuple[int, ...], loaded: dict[int, Tensor],
         device: torch.device,
     ) -> Parameter:  # fmt: skip
-        """Return the parameter of one tensor, which is loaded expert by expert."""
+        """Return the parameter of one stored tensor, with one `Piece` per expert."""
         region: Region = (self.outputs, None if self.inputs is None else (self._block_range(),))
         pieces = tuple(
             Piece(
@@ -108,7 +108,7 @@ def _allocate(
 
 
 def check_mxfp4_stack(module: QuantizedModule) -> None:
-    """Raise UnsupportedModel if blocks do not divide the inputs of a stack."""
+    """Raise UnsupportedModel if a stack's number of inputs is not a multiple of `BLOCK`."""
     if module.inputs % BLOCK:
         raise UnsupportedModel(
             f"{module.name} has {module.inputs} inputs, not a multiple of {BLOCK}: blocks of MXFP4 "

@@ -21,9 +21,9 @@ def assign_online_methods(
 ) -> None:
     """Set the method of each layer of `decoder` that is quantized to `form` while loading.
 
-    The sizes of the whole model decide, so that all ranks quantize the same layers. MoE routers are
-    not quantized, because a rounding error of a router could select another expert, and neither is
-    the `up` of MLA, which is read transposed too.
+    Whether a layer is quantized depends on its size in the whole model, so that all ranks quantize
+    the same layers. MoE routers stay float, because a rounding error could select another expert.
+    The `up` of MLA stays float, because its weights are also read transposed.
 
     Args:
         decoder: a rank's shard.
@@ -31,8 +31,8 @@ def assign_online_methods(
         regions: the rank's regions of tensors; see `sharding.regions`.
 
     Raises:
-        UnsupportedModel: A layer has an odd number of inputs, and codes are stored in pairs.
-        BadShape: The same for a rank's part of a layer.
+        UnsupportedModel: `form` is "int4", and a layer has an odd number of inputs.
+        BadShape: `form` is "int4", and a rank has an odd number of a layer's inputs.
     """
     quantizable = {id(linear) for linear in linears(decoder)}
     sizes = {names: linear.weight for names, linear in whole.linears()}

@@ -35,7 +35,7 @@ _ROWS_AT_ONCE = 512  # bounds the memory for unpacked codes of AWQ
 
 
 def check_module(module: QuantizedModule) -> None:
-    """Raise `BadCheckpoint` or `UnsupportedModel` if groups or words do not fit the sizes."""
+    """Raise `BadCheckpoint` or `UnsupportedModel` if groups or words do not divide the sizes."""
     scheme, name = module.scheme, module.name
     size = scheme.group_size
     if scheme.storage.startswith("bitsandbytes") and size > 0 and module.inputs % size:
@@ -182,7 +182,7 @@ def read_matrix(
     """Return the codes and scales of a rank's part of a module.
 
     Args:
-        tensors: those of `stored_tensors`, by suffix; they are removed from the dictionary.
+        tensors: the loaded tensors of `stored_tensors`, by suffix; the codes are removed.
         region: the rank's part of the weights [outputs, inputs].
 
     Raises:
@@ -237,7 +237,7 @@ def _scales(module: QuantizedModule, tensors: Mapping[str, Tensor], outputs: int
 
 
 def _per_row(scheme: WeightScheme, values: Tensor, outputs: int) -> Tensor:
-    """Repeat the values of a tensor or of blocks of outputs, so that each output has a row."""
+    """Expand values per tensor or per block of outputs to one row of values per output."""
     if scheme.per_tensor:
         return values.view(1, 1).repeat(outputs, 1)
     return values.repeat_interleave(scheme.block_rows, 0)[:outputs].contiguous()

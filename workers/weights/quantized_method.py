@@ -1,4 +1,4 @@
-"""Linear method of checkpoints that are quantized already, and its choice for each layer."""
+"""Linear method for quantized checkpoints, and the choice of the layers that use it."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -126,8 +126,8 @@ def quantized_modules(
         entries: the tensors of the checkpoint.
 
     Raises:
-        BadCheckpoint: Groups do not divide a module.
-        UnsupportedModel: Modules that are fused have different schemes.
+        BadCheckpoint: Groups or words do not divide the sizes of a module.
+        UnsupportedModel: Fused modules have different schemes, or a module's layout is unsupported.
     """
     found: dict[str, QuantizedModule] = {}
     if spec is None:
@@ -172,7 +172,7 @@ def _mxfp4_stacks(spec: QuantizationSpec, whole: Decoder) -> dict[str, Quantized
 def _optional(
     module: str, scheme: WeightScheme, entries: Mapping[str, TensorEntry]
 ) -> dict[str, tuple[int, ...]]:
-    """Return, by suffix, the shapes of the module's tensors that only some checkpoints have."""
+    """Return the module's `QuantizedModule.optional`: shapes of optional tensors, by suffix."""
     suffixes = {
         "bitsandbytes int8": "weight_format",
         "bitsandbytes 4 bits": state_suffix(scheme.table),
@@ -202,8 +202,8 @@ UNUSED_SUFFIXES = (
     *("input_scale", "input_zero_point", "activation_scale", "weight_shape"),
     *("k_scale", "v_scale", "q_scale", "output_scale", "input_global_scale"),
 )
-"""Tensors of quantized checkpoints that are not loaded: activations are quantized at run time or
-not at all, the KV cache has no static scales, and shapes are known."""
+"""Suffixes of tensors in quantized checkpoints that are not loaded. Activations are quantized at
+run time or not at all, the KV cache has no static scales, and shapes are known."""
 
 
 def assign_methods(
@@ -223,14 +223,14 @@ def assign_methods(
 
 
 def method_names(modules: Mapping[str, QuantizedModule]) -> str:
-    """Return the names of all methods of a model, as one string."""
+    """Return the names of all linear methods of a model, joined by commas; "float" if none."""
     return ", ".join(sorted({module.scheme.name for module in modules.values()})) or "float"
 
 
 def log_weight_only(
     modules: Mapping[str, QuantizedModule], device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Log a warning if the checkpoint requests quantized activations that the device lacks."""
+    """Log a warning if no kernel multiplies quantized activations that a checkpoint requests."""
     schemes = {module.scheme for module in modules.values()}
     has_int8 = {
         8: not int8_unsupported_reason(device, dtype),

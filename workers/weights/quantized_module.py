@@ -1,4 +1,4 @@
-"""A quantized module of a checkpoint, its stored tensors, and cuts along groups and words."""
+"""A quantized module of a checkpoint, its stored tensors, and its division among ranks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -47,7 +47,7 @@ class StoredTensor:
 
 
 def group_cut(module: QuantizedModule, columns: Ranges | None) -> Ranges | None:
-    """Return the ranges of a rank's groups of inputs; None: all groups.
+    """Return the ranges of groups that contain a rank's inputs `columns`; None: all groups.
 
     With a group table, the result is None, because any input may be in any group.
     """
@@ -78,7 +78,7 @@ def divided(
 ) -> Ranges | None:
     """Convert ranges of items to ranges of units of `unit` items.
 
-    The last unit of the dimension (`size` items) may be incomplete.
+    The dimension has `size` items. The last unit of the dimension may be incomplete.
 
     Raises:
         BadShape: A range begins or ends inside a unit.

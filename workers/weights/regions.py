@@ -1,4 +1,4 @@
-"""Types of the part of a tensor that a rank holds; needs no torch."""
+"""Types that describe which part of a tensor a rank holds. This module does not import torch."""
 
 from typing import TypeAlias
 

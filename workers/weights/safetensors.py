@@ -67,10 +67,7 @@ class SafetensorsEntry(TensorEntry):
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
-    """Return the tensors of a file by name. Raises `BadCheckpoint` if the file is invalid.
-
-    An incomplete file is invalid too.
-    """
+    """Return a file's tensors by name; raise `BadCheckpoint` for an invalid or incomplete file."""
     try:
         with path.open("rb") as file:
             return _read_header(path, file, path.stat().st_size)
@@ -159,10 +156,10 @@ def load_tensor(
     """Stream a tensor, or only a region of it, into `target`.
 
     Args:
-        target: Contiguous tensor with the shape of the region; its dtype is the file's, or both
-            are float dtypes that `copy_` converts.
+        target: Contiguous tensor with the shape of the region. Its dtype may differ from the dtype
+            in the file if both are floating-point dtypes; `copy_` then converts.
         file: Open file that contains the tensor.
-        progress: Called with the number of bytes of each piece that was read.
+        progress: Called after each chunk with the number of bytes of the chunk.
     """
     dtype = STORED_DTYPES[entry.dtype]
     flat = target.view(-1)

@@ -1,4 +1,4 @@
-"""Divides a model among ranks: the spec of a rank's shard, and the tensor regions that it loads.
+"""Divides a model among ranks: the spec of each rank's shard, and the tensor regions to load.
 
 Column-parallel layers, whose outputs are heads or intermediate features, divide their outputs among
 the ranks. Row-parallel layers, whose outputs are hidden states, divide their inputs, and an
@@ -78,7 +78,7 @@ def _cut_sizes(spec: ModelSpec, mesh: Mesh) -> Iterator[tuple[int, int, str]]:
 
 
 def local_spec(spec: ModelSpec, coord: MeshCoord) -> ModelSpec:
-    """Return the spec of one rank's shard, with its layers, heads and features.
+    """Return the spec of one rank's shard, with the rank's layers, heads and features.
 
     The vocabulary size and the number of experts remain those of the whole model. Raise `BadShape`
     if the ranks cannot divide the model.
@@ -114,7 +114,7 @@ def _local_experts(experts: ExpertsSpec, coord: MeshCoord, here: slice) -> Exper
 
 
 class HasHeads(Protocol):
-    """Interface of a model's spec that gives the shape of the model's KV."""
+    """Interface of specs that give the shape of the KV cache: see `ModelSpec.kv_shape`."""
 
     @property
     def kv_shape(self) -> tuple[int, int, int]: ...
@@ -166,7 +166,7 @@ TensorRegions: TypeAlias = Iterator[tuple[str, Region]]
 
 
 class _Cut:
-    """Regions of one layer's tensors, with names relative to the layer."""
+    """Yields a rank's regions of one layer's tensors, by names relative to the layer."""
 
     def __init__(self, spec: ModelSpec, coord: MeshCoord) -> None:
         self._spec = spec
@@ -206,7 +206,7 @@ class _Cut:
             yield from _outputs(spec.names.qkv[0], self._heads(size) + rows)
 
     def _grouped(self, kept: range) -> Ranges:
-        """Return the rows of the KV heads `kept` in a checkpoint with grouped heads.
+        """Return the QKV rows of the KV heads `kept` if the checkpoint groups the rows by KV head.
 
         A group has the query heads, the key and the value of one KV head. If several ranks hold the
         same KV head, each of these ranks has some of the head's query heads.
@@ -260,7 +260,7 @@ class _Cut:
             yield from self._feed_forward(prefix, names.gate_up, names.down, cut)
 
     def _stacks(self, experts: ExpertsSpec) -> TensorRegions:
-        """Yield the regions of gpt-oss: a tensor has all experts, with gate and up interleaved."""
+        """Yield the regions of gpt-oss's stacks, in which gate and up outputs are interleaved."""
         coord, prefix = self._coord, f"{self._spec.names.experts}.experts"
         mine = coord.experts(experts.num_experts)
         num = experts.inner_size // coord.mesh.expert_tp
@@ -274,7 +274,7 @@ class _Cut:
 
 
 def stack_cut(region: Region, count: int) -> tuple[range, Ranges | None, Ranges | None]:
-    """Return a rank's experts, inputs and outputs of a stack of experts [experts, in, out].
+    """Return a rank's experts, inputs and outputs (None: all) of a stack [experts, in, out].
 
     Args:
         region: the rank's region of the stack; empty: all of it.

@@ -1,4 +1,4 @@
-"""The interface between loading and the formats of weight files."""
+"""Interface to a tensor in a checkpoint. Each format of weight files implements it."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable

@@ -18,7 +18,7 @@ PairKey: TypeAlias = tuple[int, int]
 """(source rank, destination rank)."""
 
 MAX_PEERS = 16
-"""Maximum number of connected sources, and of destinations; idle workers are disconnected."""
+"""Maximum number of connected sources, and of destinations; idle ones give way to new ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Credit:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Message of the source: it will announce no further messages of this epoch."""
+    """Announces that the source sends no further headers for this epoch."""
 
     epoch: int
     num_messages: int
@@ -69,7 +69,7 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Result of an epoch at the destination; an empty `reason` means that it was received."""
+    """Result of an epoch at the destination; `reason` is empty if the transfer was received."""
 
     epoch: int
     reason: str

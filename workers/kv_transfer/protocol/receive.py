@@ -126,7 +126,7 @@ class _IncomingTransfer:
     peer: IncomingPeer | None = None  # the connected source; set by its first message
     coverages: list[Coverage] = field(default_factory=list)  # received parts of each rank
     pieces: dict[int, tuple[int, Shard]] = field(default_factory=dict)  # index -> (rank, shard)
-    receiving: Counter[int] = field(default_factory=Counter)  # rank -> announced, unmoved pieces
+    receiving: Counter[int] = field(default_factory=Counter)  # rank -> number of pending pieces
     num_bytes: int = 0
 
     def begin(
@@ -242,8 +242,8 @@ class ReceiveProtocol:
     ) -> IncomingPeer | None:
         """Accept a connection of a source; return None if there is no slot for it.
 
-        An earlier connection of the same worker is closed. If all slots are taken, a source without
-        open transfers loses its connection. An `early` connection is then refused instead.
+        An earlier connection of the same worker is closed. If all slots are taken, an `early`
+        connection is refused; any other one takes the slot of a source without open transfers.
         """
         earlier = [each for each in self._peers.values() if each.source[0] == source[0]]
         has_slot = bool(earlier) or len(self._peers) < MAX_PEERS

@@ -205,7 +205,7 @@ class SendProtocol:
     def close(self, reason: str) -> None:
         """Close the channel, which breaks all its transfers.
 
-        A message that a rank is already sending ends when this rank reports it.
+        If a rank is sending a message, the transfer ends when the rank reports this message.
         """
         if self.broken:
             return
@@ -256,7 +256,7 @@ class SendProtocol:
     # ------------------------------------------------------------ reports of the ranks
 
     def on_moved(self, moved: Moved, now: float) -> None:
-        """Handle a rank's report that a piece was sent or failed. Its blocks are no longer read."""
+        """Handle a rank's report: a piece was sent or failed, so its blocks are no longer read."""
         message = self._sending.pop((moved.epoch, moved.index), None)
         if moved.broken:
             self.close(moved.broken)

@@ -96,7 +96,7 @@ class PagedAttention:
     """Handler that computes the attention of one step over the paged KV cache."""
 
     step: StepInputs
-    cache: Tensor  # [layers, 2, N, H, S, W]
+    cache: Tensor  # [layers, 2, N, H, S, W], see `kernels/kv_cache/op.py`
     windows: tuple[int, ...]  # sliding window of each layer, as recorded by `probe`; 0: no window
 
     def mask(self, options: dict[str, Any]) -> object:

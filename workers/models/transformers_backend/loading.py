@@ -88,7 +88,7 @@ def _their_config(architecture: str, folder: Path) -> Any:
 
 
 def _only_attends(theirs: Any) -> bool:
-    """Return whether the configuration has attention layers only, despite `_is_stateful`."""
+    """Return whether all layers are attention layers, although `_is_stateful` is set."""
     kinds = getattr(theirs, "layer_types", None) or [None]
     return set(kinds) <= {"attention", "full_attention", "sliding_attention"}
 
@@ -139,7 +139,7 @@ def _load(folder: Path, dtype: torch.dtype) -> Any:
         )
     except Exception as error:  # invalid files can raise any exception in `transformers`
         raise Unsupported(f"transformers cannot load it: {_first_line(error)}") from None
-    # `transformers` would use random values for such weights
+    # `transformers` fills missing and mismatched weights with random values
     for kind in ("missing_keys", "mismatched_keys"):
         if report[kind]:
             name = sorted(map(str, report[kind]))[0]

@@ -1,8 +1,8 @@
 """Examines a model of `transformers` before it is served.
 
 Configurations describe attention in many ways, so the model itself is observed: it runs on a few
-tokens with an attention function that records its arguments. For an option that the paged cache
-does not support, an error is raised that names the option, so that no option is silently ignored.
+tokens with an attention function that records its arguments. If the model passes an option that the
+paged cache does not support, an error names the option. No option is silently ignored.
 """
 
 from collections.abc import Callable
@@ -161,10 +161,10 @@ def probe_model(
 ) -> list[AttentionCall]:
     """Return each layer's attention call; raise `Unsupported` if the model cannot be served.
 
-    The model runs three tokens one by one, and then in one batch: first as tokens of three
-    sequences, then as consecutive tokens of one sequence. If the results differ, tokens interact
-    outside of attention (in a convolution, a recurrence, ...), or the model ignores the given
-    positions.
+    In each of two rounds, the model runs three tokens one by one, and then in one batch. The first
+    round has positions of three sequences, the second has consecutive positions of one sequence.
+    If the results of a round differ, tokens interact outside of attention (in a convolution, a
+    recurrence, ...), or the model ignores the given positions.
     """
     last = max_model_len - 1
     for positions in ([last, 0, last // 2], [last - 2, last - 1, last]):

@@ -1,8 +1,8 @@
 """Converts K-quants of GGUF to float32: blocks of 256 items, in groups that each have a scale.
 
 The layouts of the blocks are those of the structs in ggml-common.h. Except for Q6_K and Q3_K, an
-item is scale * q - minimum. Scale and minimum are products of a float16 number of the block and an
-integer of the group.
+item is scale * q - minimum. The scale is `d`, a float16 number of the block, times an integer
+of the group. The minimum is `dmin`, another float16 number, times another integer of the group.
 """
 
 import torch
@@ -36,7 +36,7 @@ def _groups(q: Tensor, scales: Tensor) -> Tensor:
 def _q2_k(blocks: Tensor) -> Tensor:
     """Convert 16 groups of 16 items.
 
-    Bytes: 16 with 4-bit scales (low half) and minima; 64 with 2 bits per item; d; dmin.
+    Bytes: 16 with 4-bit scales (low half) and minima (high half); 64 with 2 bits per item; d; dmin.
     """
     packed, d = blocks[:, :16], as_float(blocks[:, 80:84])
     q = bits(blocks[:, 16:80].view(-1, 2, 32), 2, 4).flatten(1)
@@ -47,10 +47,10 @@ def _q2_k(blocks: Tensor) -> Tensor:
 def _q3_k(blocks: Tensor) -> Tensor:
     """Convert 16 groups of 16 items.
 
-    Bytes: 32 with the high bit of each item; 64 with 2 low bits per item; 12 with scales; d. A high
-    bit of 0 subtracts 4. The 16 scales have 6 bits, minus 32. The halves of 8 bytes have the low 4
-    bits: the low halves of scales 0 to 7, the high halves of 8 to 15. Then 4 bytes have the 2 high
-    bits of each scale.
+    Bytes: 32 with the high bit of each item; 64 with 2 low bits per item; 12 with scales; d. If an
+    item's high bit is 0, 4 is subtracted. The 16 scales have 6 bits, with an offset of -32. Their
+    low 4 bits are in the first 8 of the 12 bytes: scales 0 to 7 in the low halves, scales 8 to 15
+    in the high halves. Their high 2 bits are in the last 4 bytes.
     """
     high = bits(blocks[:, :32], 1, 8).flatten(1)
     low = bits(blocks[:, 32:96].view(-1, 2, 32), 2, 4).flatten(1)
@@ -61,10 +61,11 @@ def _q3_k(blocks: Tensor) -> Tensor:
 
 
 def _scales_and_least(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the 8 scales and 8 minima of 6 bits of Q4_K and Q5_K, from 12 bytes: [n, 8] each.
+    """Unpack the 6-bit scales and minima of Q4_K and Q5_K: [n, 12] bytes to [n, 8] numbers each.
 
-    Numbers 0 to 3 are the low 6 bits of bytes 0 to 3 (scales) and 4 to 7 (minima). Numbers 4 to 7
-    have their low 4 bits in bytes 8 to 11 and their high 2 bits in the top bits of bytes 0 to 7.
+    Scales 0 to 3 are the low 6 bits of bytes 0 to 3, and minima 0 to 3 those of bytes 4 to 7.
+    Scales 4 to 7 have their low 4 bits in the low halves of bytes 8 to 11, and their high 2 bits in
+    the top bits of bytes 0 to 3. Minima 4 to 7 use the high halves and bytes 4 to 7 instead.
     """
     first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = torch.cat([first & 63, (third & 15) | ((first >> 6) << 4)], 1)

@@ -1,9 +1,9 @@
 """Keeps blocks of Q8_0 and Q4_0 packed, as the codes and scales of weight-only products.
 
-A weight of such a block is scale * q, with one float16 scale for 32 inputs and a q of 8 or 4 bits.
-That is exactly a weight of a compressed-tensors checkpoint with groups of 32 inputs. Each matrix
-therefore becomes the two tensors of such a checkpoint, codes and scales. `QuantizedMethod` loads
-and multiplies them as it does for that checkpoint.
+A weight of such a block is scale * q, with one float16 scale per 32 inputs and a q of 8 or 4 bits.
+Compressed-tensors checkpoints with groups of 32 inputs define their weights in the same way. Each
+matrix is therefore split into the two tensors of such a checkpoint, codes and scales, which
+`QuantizedMethod` loads and multiplies.
 """
 
 from collections.abc import Callable, Mapping
@@ -40,11 +40,11 @@ _HELD_GROUP_BYTES = 5
 """Bytes in memory per output and group: a float32 scale and a zero point."""
 
 _ITEM_BYTES = {"I8": 1, "I32": 4, "F16": 2}
-"""Bytes per item of a part of a matrix, by the name of the item's type in safetensors files."""
+"""Bytes per item of codes or scales, by the name of their dtype in safetensors files."""
 
 
 class _Form(NamedTuple):
-    """The tensors of a compressed-tensors checkpoint that a type of blocks is loaded as."""
+    """The compressed-tensors form in which blocks of one type are loaded."""
 
     scheme: WeightScheme
     codes: str  # suffix of the name of the codes
@@ -57,7 +57,7 @@ def _q8_0_codes(blocks: Tensor) -> Tensor:
 
 
 def _q4_0_words(blocks: Tensor) -> Tensor:
-    """Return words of 8 codes; a code is q + 8, as in the file, but in the order of the inputs."""
+    """Return int32 words of 8 codes, ordered by input. A code is q + 8, as in the file."""
     codes = nibbles(blocks[:, 2:])
     return (codes[:, 0::2] | (codes[:, 1::2] << 4)).view(torch.int32)
 
@@ -70,18 +70,18 @@ _FORMS = {
     "Q8_0": _Form(WeightScheme("int8", 8, GROUP), "weight", "I8", _q8_0_codes),
     "Q4_0": _Form(WeightScheme("packed", 4, GROUP), "weight_packed", "I32", _q4_0_words),
 }
-"""Forms by the name of the type of blocks."""
+"""Forms by the name of the block type."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedTensor(TensorEntry):
-    """The codes or the scales of a matrix in a GGUF file; `shape` and `dtype` are of this part.
+    """The codes or the scales of a matrix in a GGUF file, with their own `shape` and `dtype`.
 
     Attributes:
-        matrix: The matrix.
-        convert: Converts blocks to items of this part.
-        scale_bytes: By rows, the scales of the blocks that were read for the codes. The scales are
-            then loaded without another read. Both parts have the same dict.
+        matrix: The matrix in the file.
+        convert: Converts blocks to codes or to scales.
+        scale_bytes: Scales of the blocks that were read for the codes, by the rows of the blocks.
+            With them, the file is not read again for the scales. Codes and scales share this dict.
     """
 
     matrix: GgufEntry
@@ -160,7 +160,7 @@ class PackedBlocks:
 
     Attributes:
         modules: The modules by name; see `QuantizedMethod`.
-        types: Their types of blocks.
+        types: The block types of these modules.
     """
 
     modules: Mapping[str, QuantizedModule]
@@ -187,10 +187,10 @@ NO_BLOCKS = PackedBlocks({}, ())
 def keeps_blocks(
     model: Path, quantization: str, deterministic: bool, device: torch.device, dtype: torch.dtype
 ) -> bool:
-    """Return whether blocks of a model stay packed, if the model has any of a suitable type.
+    """Return whether the Q8_0 and Q4_0 blocks of a model, if there are any, stay packed.
 
-    They do only if a kernel multiplies packed weights. In deterministic mode, this kernel must be
-    batch-invariant.
+    Blocks of a GGUF file stay packed if `quantization` is "none" and a kernel multiplies packed
+    weights. In deterministic mode, this kernel must be batch-invariant.
     """
     if quantization != "none" or not is_gguf(model):
         return False
@@ -230,7 +230,7 @@ def find_packed_blocks(
         shapes = [None if each is None else each.shape for each in found]
         dtypes = {None if each is None else each.dtype for each in found}
         dtype = dtypes.pop()
-        # a wrong shape is refused later, with the shape that the file gives
+        # `load_model` refuses a wrong shape later; the error names the shape in the file
         if dtypes or dtype not in _FORMS or shapes != [(size, inputs) for size in sizes]:
             continue
         if any(_cuts_block(each.get(f"{name}.weight", ())) for each in cuts for name in names):

@@ -6,7 +6,7 @@ from penstock.common.gguf.config import LONG_FACTORS, ROPE_FACTORS, SHORT_FACTOR
 from penstock.workers.models.spec import ModelSpec
 
 NOT_WEIGHTS = (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS)
-"""Tensors that belong to the configuration."""
+"""Names of tensors with rope factors, which are read as part of the configuration."""
 
 
 def checkpoint_names(spec: ModelSpec) -> dict[str, str]:

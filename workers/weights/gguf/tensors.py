@@ -1,4 +1,4 @@
-"""Tensors of a GGUF file for loading, in the form of a safetensors checkpoint."""
+"""Tensors of a GGUF file, with the names and shapes of a safetensors checkpoint."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class GgufEntry(TensorEntry):
         own_name: Name in the file.
         head_rows: Number of rows per head if llama.cpp's converter has reordered the rows of heads
             (queries and keys of Llama); 0 for other tensors.
-        offset: Number added to each item; -1 for Gemma's norms, which files store plus one.
+        offset: Number added to each item; -1 for Gemma's norms, which are 1 + weight in GGUF files.
     """
 
     own_name: str = ""
@@ -68,12 +68,14 @@ class GgufEntry(TensorEntry):
         convert: Callable[[Tensor], Tensor],
         bytes_of: Callable[[int], int],
     ) -> None:
-        """Load converted blocks as in `load`: `target` and `region` are of the converted matrix.
+        """Load as in `load`, but convert blocks with `convert`.
 
         Args:
-            read: Returns the blocks of a number of rows from the first of them on, as `read_rows`.
+            target: Contiguous tensor for the converted items, with the shape of the region.
+            read: Called with (first row, number of rows); returns their blocks as `read_rows` does.
+            region: Part of the matrix of converted items to load; empty means all of it.
             convert: Converts blocks [n, bytes of a block] to items [n, items per block].
-            bytes_of: Returns how many bytes of the file count as a number of converted items.
+            bytes_of: Converts a number of items to the number of bytes to report to `progress`.
         """
         rows, columns = self._ranges(region)
         matrix = target.view(-1, 1) if target.dim() == 1 else target
