@@ -17,10 +17,10 @@ class RequestBounds(SamplingLimits):
 
     max_body_bytes: int = 4 << 20  # bytes of an HTTP body or a gRPC message
     max_header_bytes: int = 64 << 10
-    receive_seconds: float = 30.0  # seconds to receive a request, or the start of a gRPC connection
+    receive_seconds: float = 30.0  # time limit to receive a request or to open a gRPC connection
     max_prompts: int = 1024  # prompts per call; each prompt becomes a separate request
     max_request_cost: int = 1_000_000  # maximum cost of one call, as computed in `requests.cost`
-    max_messages: int = 4096  # of a chat
+    max_messages: int = 4096  # messages of a chat
     max_content_pieces: int = 4096  # content parts of all messages of a chat
     max_tool_calls: int = 4096  # tool calls of all messages of a chat
     max_tools: int = 512
@@ -28,7 +28,7 @@ class RequestBounds(SamplingLimits):
     max_documents: int = 1024
     max_json_depth: int = 64  # maximum nesting depth of the JSON of tools and documents
     max_template_kwargs: int = 16 << 10  # largest size of chat_template_kwargs, in bytes of JSON
-    # Maximum tokens per Detokenize call, as a multiple of the context.
+    # Maximum tokens per Detokenize call, as a multiple of the context length.
     max_detokenize_contexts: int = 64
     max_encoding_chars: int = 64 << 20  # characters of all texts that wait to be tokenized
     max_helper_bytes: int = 64 << 20  # bytes of all bodies and chats that wait for a helper process
@@ -40,15 +40,15 @@ class ConnectionBounds:
     """Limits on clients' connections; only a connection that exceeds a limit is closed."""
 
     max_connections: int = 8192  # open HTTP connections, and open gRPC connections
-    # Of these, from one IPv4 address or IPv6 network (see `client_network`); 0: no bound.
+    # Limit for one IPv4 address or IPv6 network (see `client_network`); 0: no limit.
     max_connections_per_address: int = 2048
-    idle_seconds: float = 75.0  # from a response to the next request on an HTTP connection
-    write_seconds: float = 60.0  # while the client reads nothing
-    linger_seconds: float = 2.0  # for the rest of a request that was answered early
+    idle_seconds: float = 75.0  # longest pause from a response to the next HTTP request
+    write_seconds: float = 60.0  # longest time in which the client reads nothing
+    linger_seconds: float = 2.0  # time limit for the rest of a request that was answered early
     max_grpc_calls: int = 1024  # open calls of one gRPC connection
     max_health_watches: int = 16  # open `Watch` calls of gRPC health from one IP address
-    grpc_idle_seconds: float = 300.0  # then a gRPC connection without calls is closed
-    grpc_age_seconds: float = 3600.0  # then a gRPC client is asked to connect again
+    grpc_idle_seconds: float = 300.0  # a gRPC connection that is idle for longer is closed
+    grpc_age_seconds: float = 3600.0  # connection age at which the client is asked to reconnect
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class RouterConfig:
     api_keys: tuple[ApiKey, ...] = ()  # if empty, calls need no API key
     allowed_origins: tuple[str, ...] = ()  # origins of web pages that may call /v1/; "*" allows all
     worker_token: str | None = field(default=None, repr=False)
-    # The cluster's secret, which keys the hashes of cached blocks.
+    # Secret key of the cluster, with which the hashes of cached blocks are computed.
     hash_key: bytes = field(default_factory=new_hash_key, repr=False)
     max_model_len: int | None = None
     no_special_in_completions: bool = False  # do not encode control tokens in text prompts
@@ -103,7 +103,7 @@ class RouterConfig:
     # SLO on the time per output token of running answers; 0 means no SLO
     tpot_slo_seconds: float = 0.0
     vllm_metrics: bool = False  # whether to export the metrics under vLLM's names as well
-    waits_for_both: bool = False  # ready only with prefill and decode workers (see `readiness`)
+    waits_for_both: bool = False  # ready only with both prefill and decode workers (`readiness`)
     wakes_workers: bool = False  # whether queued requests start workers of empty pools
     worker_timeout_seconds: float = 10.0  # a worker that sends nothing for longer counts as lost
     step_timeout_seconds: float = 30.0  # a worker's own time limit for one step
@@ -126,7 +126,7 @@ class RouterConfig:
         """Seconds without a completed step after which a busy worker counts as stuck.
 
         This limit is longer than the step timeout, so that the worker's own watchdog fires first
-        and writes a crash dump. It is also longer than 5 s, for which a KV transfer may make no
-        progress. Such a transfer can block the worker, and this router may not know about it.
+        and writes a crash dump. It is also longer than 5 s, because a KV transfer may block the
+        worker for that long without progress, and this router may not know about the transfer.
         """
         return max(1.5 * self.step_timeout_seconds, 8.0)

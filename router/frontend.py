@@ -1,7 +1,7 @@
 """The protocol-independent part of a router: takes requests, returns streams of deltas.
 
-All of it runs in one event loop, which handles one event at a time. An event that is posted during
-the handling of another event is queued until then.
+The frontend runs in one event loop and handles one event at a time. An event that is posted while
+another event is being handled is queued until that handling ends.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 TICK_SECONDS = 0.1
 
 READINESS_EVENTS = (ev.WorkerUp, ev.WorkerLost, ev.RoleChanged, ev.Tick)
-"""Events after which the router may be ready, or no longer ready."""
+"""Events that can change whether the router is ready."""
 
 
 class Frontend:
@@ -111,7 +111,7 @@ class Frontend:
 
     @property
     def system_fingerprint(self) -> str | None:
-        """OpenAI's name for the state of the backend; None while no worker is connected."""
+        """Value of OpenAI's field `system_fingerprint`; None while no worker is connected."""
         return self._links.system_fingerprint()
 
     def check_model(self, name: str | None) -> None:
@@ -181,7 +181,7 @@ class Frontend:
         answers = ResponseStream(self.config.bounds.max_unread_tokens, self._cancel)
         now = self._loop.time()
         admitted = await self._admission.admit_call(requests, answers, self.model, now)
-        # All checks have passed, so no request of the call is refused below.
+        # All checks have passed, so below only the queue can still refuse a request.
         slices = Slices()
         try:
             for request, output in admitted:

@@ -31,7 +31,7 @@ from penstock.router.observability.prometheus_vllm import vllm_metrics
 from penstock.router.observability.snapshot import ClusterState, WorkerStats
 
 ROLES = {"/metrics": READERS, "/status": READERS, "/steps": READERS, "/role": OPERATORS}
-"""Roles of the API keys that each path accepts; other paths are for operators only."""
+"""For each path, the API key roles that may call it; other paths are for operators only."""
 
 OPENMETRICS = "application/openmetrics-text"
 
@@ -47,7 +47,7 @@ def accepts_openmetrics(accept: str) -> bool:
 
 
 class SnapshotCollector(Collector):
-    """A collector that builds the metrics at each scrape, so that they contain no stale workers."""
+    """A collector that builds metrics at each scrape, so that removed workers have no metrics."""
 
     def __init__(self, frontend: Frontend) -> None:
         self._frontend = frontend
@@ -68,7 +68,7 @@ class SnapshotCollector(Collector):
 
 
 MAX_ROLE_BYTES = 4096
-"""Largest size of a body of /role, because the body is parsed on the event loop."""
+"""Maximum bytes of a /role body. It is low, because the event loop parses the body."""
 
 
 def admin_app(frontend: Frontend) -> Starlette:
@@ -104,8 +104,8 @@ class AdminApi:
         self._registry.register(SnapshotCollector(frontend))
 
     async def metrics(self, request: Request) -> Response:
-        """Return the metrics in the format that the Accept header prefers."""
-        # A client's header could make `choose_encoder` fail: it accepts only numbers as versions.
+        """Return the metrics: OpenMetrics if the Accept header names it, else Prometheus text."""
+        # Pass a constant: `choose_encoder` fails if a header has a version that is not a number.
         accepts = accepts_openmetrics(request.headers.get("accept", ""))
         encode, content_type = choose_encoder(OPENMETRICS if accepts else "")
         return Response(encode(self._registry), headers={"content-type": content_type})
@@ -115,7 +115,7 @@ class AdminApi:
         return json_response(status_json(self._frontend.take_snapshot()))
 
     async def steps(self, request: Request) -> Response:
-        """Return the latest steps of each worker, by name, as columns of numbers."""
+        """Return columns of numbers about the latest steps of each worker, by worker name."""
         found = await self._frontend.step_records()
         return json_response({worker: asdict(steps) for worker, steps in found.items()})
 

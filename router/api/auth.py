@@ -35,7 +35,7 @@ class ApiKeys:
         self._keys = [(_digest(each.key), each) for each in keys]
 
     def tenant_names(self) -> dict[str, str]:
-        """Return the metric name of each tenant: the name of its key.
+        """Return the name of each tenant in metrics, by tenant id: the name of the API key.
 
         Tenant ids are hashes of keys. Metrics do not contain them, because a weak key could be
         guessed from its hash.

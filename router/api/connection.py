@@ -32,22 +32,22 @@ BODY_WRITER = "penstock.body_writer"
 
 
 MAX_PIPELINED = 16
-"""Number of requests that may wait behind a connection's running one before reading pauses.
+"""Number of a connection's requests that may wait for the running one before reading pauses.
 
 While reading is paused, the router does not notice that the client has disconnected.
 """
 
 
 MAX_COLLECTED = 64 << 10
-"""Collected bytes of a response above which they are written at once."""
+"""Number of collected bytes of a response above which the bytes are written immediately."""
 
 
 class BodyWriter:
     """Collects the bytes of a response, and writes them in the event loop's next iteration.
 
-    It replaces the transport in uvicorn's state of the request. Status, headers and first events
-    therefore take one system call together, as do the last event and the end of the body.
-    `write_chunk` adds parts of a chunked body without a task switch, which ASGI's `send` needs.
+    A `BodyWriter` replaces the transport in uvicorn's state of the request. Status, headers and
+    first events therefore take one system call, and so do the last event and the end of the body.
+    `write_chunk` adds parts of a chunked body without a task switch; ASGI's `send` needs one.
 
     Args:
         cycle: uvicorn's state of the request.
@@ -56,7 +56,7 @@ class BodyWriter:
 
     Attributes:
         cycle: uvicorn's state of the request.
-        flow: while its `write_paused` is set, the client reads too slowly, and `send` waits.
+        flow: while the client reads too slowly, `flow.write_paused` is true and `send` waits.
         is_closing: like `is_closing` of an asyncio transport.
     """
 
@@ -181,10 +181,10 @@ class ConnectionLimits:
 
 
 class BoundedConnection(HttpToolsProtocol):
-    """A connection that is closed if its client sends too much, too slowly, or does not read.
+    """A connection that is closed if its client sends too much or too slowly, or does not read.
 
     - Bytes of a request's head, and bytes of its body outside of chunks (chunk sizes, trailers),
-      are counted as they arrive. The parser itself collects a header of any length.
+      are counted as they arrive, because the parser accepts headers of any length.
     - At most one timer runs while no request is complete. Only a new request, a complete head or a
       complete response restarts this timer; an empty line does not.
     - If the connection responds to a request before the request's body is complete, it closes after
@@ -229,7 +229,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._stop_timer()
         self._stop_write_timer()
         if self._running is not None:
-            # uvicorn marks only the newest request, but an older one may be running.
+            # uvicorn marks only the newest request as disconnected; an older one may be running.
             self._running.disconnected()
         super().connection_lost(exc)
 
@@ -306,7 +306,7 @@ class BoundedConnection(HttpToolsProtocol):
             self._stop_write_timer()
 
     async def _call_app(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Call the application; close the connection if it responds before the request's end."""
+        """Call the application; a response before the request's end closes the connection."""
         body: BodyWriter = scope["extensions"][BODY_WRITER]
         self._running, cycle = body, body.cycle
         if scope["method"] == "POST":  # GET requests, such as health checks, are cheap
@@ -348,7 +348,7 @@ class BoundedConnection(HttpToolsProtocol):
             self._refuse(invalid(reason))
 
     def _refuse(self, error: ServingError) -> None:
-        """Send a response without a call of the application, and close."""
+        """Send an error without calling the application, and close the connection."""
         self.transport.write(_last_response(error_response(error)))
         self._close()
 

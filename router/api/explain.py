@@ -27,13 +27,13 @@ Fields: TypeAlias = dict[str, Any]
 
 PATH = "/v1/requests/{id:path}/explain"
 FORWARDED = "penstock-forwarded"
-"""Metadata of a call that another router has forwarded; it is not forwarded again."""
+"""Metadata key of calls that another router has forwarded. They are not forwarded again."""
 TRAILER = "penstock-explain"
-"""Trailing metadata of Generate: the short form of the explanation, as JSON."""
+"""Trailing metadata key of Generate; the value is the short form of the explanation, as JSON."""
 MAX_REQUESTS = 64
-"""Requests in one reply: the newest ones."""
+"""Maximum number of requests in one reply; if there are more, the newest ones are returned."""
 MAX_SHORT = 8
-"""Maximum number of workers, and of reasons, in a short form: gRPC limits metadata."""
+"""Maximum number of workers, and of reasons, in a short form, since gRPC limits metadata."""
 FORWARD_SECONDS = 2.0
 """Time limit of a call to another router."""
 UNSPECIFIED = ("0.0.0.0", "[::]")
@@ -43,7 +43,7 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class Explainer:
-    """Finds explanations, at this router or at the one that served the request.
+    """Finds the explanations of requests at this router, or else at the other routers.
 
     Args:
         frontend: has the explanations of this router and the addresses of the others.
@@ -61,7 +61,7 @@ class Explainer:
             request_id: the client's id of the requests.
             tenant: the tenant whose requests the caller may see, or None for all tenants.
             authorization: the caller's Authorization header, which other routers check again.
-            is_forwarded: another router has already searched.
+            is_forwarded: whether another router, which has found nothing, has forwarded the call.
 
         Raises:
             ServingError: NOT_FOUND if no router knows the request, UNAVAILABLE if a router that may
@@ -113,7 +113,7 @@ class Explainer:
         return json_response(to_json(reply))
 
     def trailer(self, number: int, request_id: str) -> Sequence[tuple[str, str]]:
-        """Return the trailing metadata of a call to Generate."""
+        """Return the trailing metadata of a call to Generate; empty if the request is unknown."""
         explained = self._frontend.explanations.get(number, request_id)
         if explained is None:
             return ()

@@ -108,7 +108,7 @@ def inference_handlers(api: "InferenceApi", calls: CallHandlers) -> grpc.Generic
 
 
 def _authorizer(keys: ApiKeys) -> Authorize:
-    """Return the check of calls by API key, if keys are configured."""
+    """Return a function that checks the API key of a call; without keys, all calls are allowed."""
 
     def authorize(method: str, metadata: CallMetadata) -> None:
         try:
@@ -234,8 +234,8 @@ class InferenceApi:
             The serialized message; a checked message has no unknown fields.
 
         Raises:
-            ServingError: INVALID if the message is malformed, or a list of it is too long, or its
-                type has no large messages.
+            ServingError: INVALID if the message is malformed, has a list that is too long, or is of
+                a type that must not have more than `INLINE_BYTES`.
         """
         if len(data) <= INLINE_BYTES:
             return data

@@ -14,7 +14,7 @@ from penstock.router.requests.chat import Chat, chat_of, check_role, check_varia
 from penstock.router.requests.tools import check_json, check_tools
 
 MAX_READ = RequestBounds().max_messages
-"""Number of messages above which the lists of single messages are not counted."""
+"""Number of messages above which their content parts and tool calls are not counted."""
 
 
 def chat_sizes(chat: pb.Chat) -> dict[str, int]:
@@ -33,7 +33,7 @@ def chat_sizes(chat: pb.Chat) -> dict[str, int]:
 def check_chat(chat: pb.Chat, bounds: RequestBounds) -> None:
     """Refuse a chat whose tools, documents or variables are not valid JSON, or too large.
 
-    Large chats are checked in a helper process, because this takes long.
+    Large chats are checked in a helper process, because the check takes long.
 
     Raises:
         ServingError: INVALID; the message names the field.

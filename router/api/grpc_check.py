@@ -19,7 +19,7 @@ from penstock.router.requests.cost import CallSizes, check_num_tokens, check_siz
 from penstock.router.requests.request import ModelLimits, check_prompt_length, check_vocabulary
 
 GRPC_KIND = "grpc"
-"""Name of the job."""
+"""Name of the job that checks a message."""
 
 KINDS: Mapping[str, type[Message]] = {
     kind.DESCRIPTOR.full_name: kind
@@ -35,7 +35,7 @@ def job_items(kind: type[Message], data: bytes, model: ModelLimits) -> list[byte
 
 
 def check_job(bounds: RequestBounds, items: Sequence[bytes]) -> list[bytes]:
-    """Do the job: return the serialized message without unknown fields.
+    """Check the message of a job; return it serialized, without unknown fields.
 
     Raises:
         ServingError: INVALID if the message is malformed, or one of its lists is not allowed.

@@ -149,7 +149,7 @@ def to_reply(delta: Delta) -> pb.GenerateReply:
 
 
 def prompt_replies(entries: Sequence[worker_pb2.TokenLogprobs]) -> Iterator[pb.GenerateReply]:
-    """Yield the prompt's logprobs in several replies; encoding one takes a few milliseconds."""
+    """Yield the prompt's logprobs in several replies, each of which takes a few ms to encode."""
     for start in range(0, len(entries), PROMPT_TOKENS_PER_REPLY):
         chunk = entries[start : start + PROMPT_TOKENS_PER_REPLY]
         yield pb.GenerateReply(prompt_logprobs=map(_logprob, chunk))

@@ -22,7 +22,7 @@ class ReplyStream:
 
     A token that only adds text is written without a task switch: the first part of gRPC's `write`
     runs at once, and the rest when gRPC is ready for the next message. gRPC allows one write at a
-    time, so the task that reads the deltas first waits for the end of this write.
+    time, so the task that reads the deltas waits for the end of this write before its own writes.
 
     Args:
         deltas: the answers of the call, which has one request.

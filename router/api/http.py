@@ -54,7 +54,7 @@ LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
 def header_of(scope: Scope, name: bytes) -> str | None:
-    """Return the first header of a request with a lower-case `name`; None if there is none.
+    """Return the value of a request's first header `name` (in lower case); None if it is absent.
 
     This takes a third of the time of Starlette's `Headers`, and each request needs eight headers.
     """
@@ -243,7 +243,8 @@ class AuthMiddleware:
         host: address to which the server is bound. On loopback the Host header must be a loopback
             name, so that a web page cannot reach the server through DNS rebinding.
         public: paths that need no key.
-        roles: by path, the roles of the allowed keys; other paths allow the keys of clients.
+        roles: by path, the roles of the allowed keys.
+        other_roles: the roles of the allowed keys on paths that `roles` does not contain.
         respond: makes the response to a refused request.
     """
 
@@ -308,7 +309,7 @@ async def read_body(request: Request, bounds: RequestBounds, has_arrived: bool =
     Args:
         request: the request.
         bounds: limits on the size of the body and on the time until it is complete.
-        has_arrived: the whole body has been received, so that no time limit is needed.
+        has_arrived: whether the whole body has been received, so that no time limit is needed.
 
     Raises:
         ServingError: TOO_LARGE if the body is too large; INVALID if the content type is not JSON,

@@ -18,9 +18,9 @@ Fields: TypeAlias = dict[str, Any]
 
 UPDATE_SECONDS = 1.0
 WORKERS_PER_SECOND = 250
-"""With more workers, updates are less frequent, to bound their share of the router's time."""
+"""Above this number of workers, updates are less frequent, which limits the router's CPU time."""
 MAX_STREAMS = 16
-"""Number of open streams; another one gets OVERLOADED."""
+"""Maximum number of open streams; further streams are refused with OVERLOADED."""
 
 WORKER_COLUMNS = (
     *("worker", "role", "state", "requests", "running", "places", "waiting", "waiting_tokens"),
@@ -80,7 +80,7 @@ class Updates:
 
     def __init__(self, frontend: Frontend) -> None:
         self._frontend = frontend
-        # The values of each worker that were sent last, by its name.
+        # The row that was sent last for each worker, by worker name.
         self._rows: dict[str, list[Any]] = {}
         self._decision = 0  # number of the last decision that was sent
         self._sample = 0  # number of the last sample that was sent

@@ -23,9 +23,9 @@ from typing import NamedTuple
 import penstock
 
 _PASSED = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ")
-"""Variables that helper processes inherit; only `PYTHONPATH` is set as well.
+"""Environment variables that helper processes inherit; only `PYTHONPATH` is set in addition.
 
-Other variables may contain secrets, and helper processes run foreign templates.
+Other variables may contain secrets, and helper processes run untrusted templates.
 """
 
 STATUS_BYTES = 4
@@ -33,7 +33,7 @@ STATUS_BYTES = 4
 
 
 class StartedHelper(NamedTuple):
-    """A process's end of the socket between router and helper process, and of the status pipe.
+    """One end of the socket between router and helper process, and of the status pipe.
 
     In the router, `status` is the read end. In the helper process it is -1: only the fork server
     has the write end.

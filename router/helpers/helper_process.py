@@ -114,7 +114,7 @@ class HelperProcess(asyncio.Protocol):
 
 
 def cause_of(status: int) -> Cause:
-    """Return the cause of the end of a process from its status of `waitpid`."""
+    """Return the cause of the end of a process; `status` is from `waitpid`."""
     code = os.waitstatus_to_exitcode(status)
     causes = {
         -signal.SIGPROF: Cause.CPU_TIME,

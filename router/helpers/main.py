@@ -61,7 +61,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control = socket.socket(fileno=int(sys.argv[1]))
     gc.collect()
-    # A garbage collection writes to the objects, which would copy the pages that processes share.
+    # A garbage collection would write to all objects, and so copy the pages that forks share.
     gc.freeze()
     helper = serve_forks(control)
     if helper is None:

@@ -1,4 +1,4 @@
-"""The helper processes of a router, which do the work that could hold its event loop."""
+"""The helper processes of a router, which do the work that could block its event loop."""
 
 import asyncio
 import json

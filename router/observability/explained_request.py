@@ -30,7 +30,7 @@ class Spent(IntEnum):
     WAIT = 3  # the request waits for a slot or blocks at the next worker
     TRANSFER = 4  # the request waits for the transfer of its KV blocks
     DECODE = 5
-    RECOVERY = 6  # queued or recomputed after a lost worker or discarded tokens
+    RECOVERY = 6  # the request is queued or recomputed after it lost its worker or its KV
 
 
 class ExplainedEvent(NamedTuple):
@@ -296,5 +296,5 @@ class ExplainedRequest:
 
 
 def _safe(reason: str) -> str:
-    """Return a worker's message if clients may see it."""
+    """Return the start of a worker's message if clients may see it, else a generic text."""
     return reason[:MAX_DETAIL] if is_client_safe(reason) else "see the server's log"

@@ -1,4 +1,4 @@
-"""A bounded ring of explanations: why and where the router's latest requests ran.
+"""A ring buffer of explanations: why and where the router's latest requests ran.
 
 An explanation is recorded at the few events of a request that change its state, never per token.
 """
@@ -36,7 +36,7 @@ class Decision(NamedTuple):
         worker: the worker that got the request.
         other_worker: the worker that will decode, or the source of the KV blocks; empty if neither
             exists.
-        reason: a few words.
+        reason: why this worker was chosen, in a few words.
     """
 
     number: int

@@ -18,9 +18,9 @@ class Sample(NamedTuple):
     Attributes:
         number: sequence number of the sample, from 1.
         ttft_p50: median time to the first token.
-        ttft_p95: 95th percentile.
+        ttft_p95: 95th percentile of the time to the first token.
         tpot_p50: median time between two tokens of a choice.
-        tpot_p95: 95th percentile.
+        tpot_p95: 95th percentile of the time between two tokens.
         tokens_per_second: generated tokens.
         requests_per_second: requests that got their first token.
     """

@@ -27,7 +27,7 @@ REASONS: Mapping[ev.Status, str] = {
     ev.Status.UNAVAILABLE: "unavailable",
     ev.Status.INTERNAL: "error",
 }
-OTHER_TENANT = "other"  # name in metrics of all tenants that have no name
+OTHER_TENANT = "other"  # name that metrics use for tenants without a name
 
 
 class Histogram:
@@ -132,7 +132,7 @@ class RequestMetrics:
         self.inference = Histogram(REQUEST_BOUNDS)
         self.prompt_lengths = Histogram(LENGTH_BOUNDS)
         self.answer_lengths = Histogram(LENGTH_BOUNDS)
-        self.max_tokens = Histogram(LENGTH_BOUNDS)  # longest permitted answers
+        self.max_tokens = Histogram(LENGTH_BOUNDS)  # permitted length of each answer
         self.choices = Histogram(COUNT_BOUNDS)  # generated answers per request
         # Preemptions per ended request, over all its attempts and choices.
         self.preemptions = Histogram(PREEMPTION_BOUNDS)
@@ -168,7 +168,7 @@ class RequestMetrics:
         self.malformed_requests += 1
 
     def opened(self, request: ev.Request, choices: Sequence[DeliveredTokens], now: float) -> None:
-        """Record that a request was accepted. Later, `choices` gives its number of tokens."""
+        """Record that a request was accepted. `choices` will count its delivered tokens."""
         name = self._tenant_names.get(request.tenant, OTHER_TENANT)
         self._open_requests[request.id] = _OpenRequest(name, request, choices, now)
         self.prompt_tokens_by_tenant[name] += len(request.prompt)
@@ -181,7 +181,7 @@ class RequestMetrics:
             self.queue.add(now - one.arrived_at)
 
     def preempted(self, requests: Sequence[int]) -> None:
-        """Record preemptions at a worker; `requests` has the request of each of them."""
+        """Record preemptions at a worker; `requests` has one entry for each preemption."""
         for request in requests:
             one = self._open_requests.get(request)
             if one is not None:
@@ -199,7 +199,7 @@ class RequestMetrics:
     def later_tokens_delivered(self, counts: Mapping[float, int], now: float) -> None:
         """Record the delivery of tokens other than the first tokens of choices.
 
-        `counts` has the number of these tokens for each time of the previous token.
+        `counts` has their number, by the delivery time of the previous token of the same choice.
         """
         for last, number in counts.items():
             self.between_tokens.add(now - last, number)

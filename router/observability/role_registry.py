@@ -27,7 +27,7 @@ Assignments = Mapping[str, Assignment]
 def merged(*sources: Assignments) -> dict[str, Assignment]:
     """Return the newest assignment of each worker.
 
-    If two have the same time, the one with the greater role, then the greater key name, counts.
+    Assignments with the same time are ordered by role and then by key name; the last one counts.
     """
     newest: dict[str, Assignment] = {}
     for source in sources:
@@ -69,5 +69,5 @@ class RoleRegistry:
         return self.assignments == reported
 
     def record(self, given: Assignments) -> None:
-        """Add assignments, of which the newest one of each worker is kept."""
+        """Add assignments; only the newest one of each worker is kept."""
         self.assignments = merged(self.assignments, given)

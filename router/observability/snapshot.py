@@ -218,7 +218,7 @@ class ClusterState:
     kv_transfer_cost: TransferCost = TransferCost()
     # This router now, and the other routers as the supervisor last reported them.
     routers: Sequence[RouterState] = ()
-    held_back: int = 0  # waiting requests of lost workers that are held back for now
+    held_back: int = 0  # requests that are held back because their worker was lost
 
 
 def snapshot_cluster(
@@ -340,9 +340,9 @@ def snapshot_pools(
 ) -> list[PoolState]:
     """Return the pools that have workers or are in `names`, sorted by name.
 
-    A request queued at the router waits for each pool that has no capacity for the next queued
-    request. If all pools have capacity, it waits for the prefill pool. A yielded request waits for
-    the decode pool. Prompt tokens count only for the pool that computes prompts.
+    Every queued request counts as waiting for each pool that lacks capacity for the next queued
+    request. If all pools have capacity, it counts for the prefill pool. A yielded request counts
+    for the decode pool. Prompt tokens count only for the pool that computes prompts.
 
     Args:
         workers: all configured workers.

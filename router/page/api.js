@@ -28,7 +28,7 @@ export async function call(path, options = {}) {
   try {
     message = (await reply.json()).error.message;
   } catch {
-    // The reply is not an error of the router: its status is shown.
+    // The reply has no message of the router, so the HTTP status is the message.
   }
   throw new Refused(reply.status, message);
 }

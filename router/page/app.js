@@ -14,7 +14,7 @@ const MAX_PAUSE_MS = 10000;
 
 const dialog = byId("key-dialog");
 const connection = byId("connection");
-let onKey = null; // called when a key was entered; null: no key is needed
+let onKey = null; // called when a key was entered, or null if the dialog waits for no key
 
 function show(state, text) {
   connection.dataset.state = state;
@@ -52,7 +52,7 @@ byId("forget").addEventListener("click", () => {
 function update(message, isFirst) {
   if (isFirst) clearSamples();
   updateWorkers(message, isFirst);
-  showCluster(message); // after the workers: it adds up their KV blocks
+  showCluster(message); // adds up the KV blocks that `updateWorkers` has stored
   addDecisions(message.decisions, isFirst);
   addSamples(message.samples);
   byId("forget").hidden = !hasKey();

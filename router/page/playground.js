@@ -68,7 +68,7 @@ async function send() {
     byId("chat-status").textContent = error.name === "AbortError" ? "stopped" : error.message;
   } finally {
     if (text) history.push({ role: "assistant", content: text });
-    else history.pop(); // the next message stands for itself
+    else history.pop(); // a message without an answer is not sent again
     setRunning(false);
   }
   if (id) await markWorkers(id, tokens, answer);
@@ -84,7 +84,7 @@ async function markWorkers(id, tokens, answer) {
   try {
     request = (await fetchExplanation(id)).requests.at(-1);
   } catch {
-    return; // the answer stands without the marks
+    return; // without an explanation, the answer is shown without marks
   }
   const starts = request.events.filter((event) => ["first_token", "continued"].includes(event.kind));
   const workers = [...new Set(starts.map((event) => event.worker))];

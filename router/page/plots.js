@@ -34,7 +34,7 @@ function shape(name, attributes) {
   return made;
 }
 
-// Return the path of a series; samples without a value interrupt it.
+// Return the path of a series; the path has a gap at samples without a value.
 function path(key, top) {
   const first = NUM_SAMPLES - samples.length;
   let pen = "M";

@@ -163,7 +163,7 @@ class AnswerParsers:
         return (*self._reasoning_markers, *(markers_of(self.tools) if is_read else ()))
 
     def grammar(self, prompt_end: str, grammar: CallGrammar) -> CallsGrammar | None:
-        """Return the grammar of answers whose calls fit a schema; None if there is none.
+        """Return the grammar of answers whose calls fit a schema, or None if the format has none.
 
         Args:
             prompt_end: see `new`.

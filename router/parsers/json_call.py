@@ -28,7 +28,7 @@ class JsonCall:
     `parameters`, or be a JSON text in a string.
 
     Attributes:
-        name: name of the function once it is known and the call is certain.
+        name: name of the function; empty until the text is certain to be a call.
         raw: all text that was read until `name` was known.
     """
 
@@ -43,7 +43,7 @@ class JsonCall:
         self._span = JsonSpan()
         self._arguments = ""  # text of the arguments that was not yet returned
         self._has_arguments = False
-        self._is_streamed = False  # whether the value is an object, which is returned as it arrives
+        self._is_streamed = False  # whether the value is an object of arguments, which is streamed
 
     @property
     def is_ended(self) -> bool:
@@ -56,7 +56,7 @@ class JsonCall:
         return self._state is _State.FAILED
 
     def feed(self, text: str) -> int:
-        """Return how many characters of `text` were read.
+        """Read the start of `text`; return the number of characters that were read.
 
         The number is less than the length of `text` if the call has ended or failed.
         """

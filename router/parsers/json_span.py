@@ -57,7 +57,7 @@ class JsonSpan:
             self._is_scalar = self._depth == 0
             return found.end()
         character = text[at]
-        if self._is_scalar:  # a number or a word ends before the next other character
+        if self._is_scalar:  # a space, comma, quote or bracket ends a number or word
             self.is_ended = True
             return at
         if character == '"':

@@ -60,7 +60,7 @@ REASONING_TAGS: Mapping[str, Tags | None] = {
     "qwen3": THINK,
     "seed_oss": Tags("<seed:think>", "</seed:think>"),
 }
-"""Tags of each parser of reasoning; None: the format harmony, which has no tags."""
+"""Tags of each parser of reasoning, or None for the harmony format, which has no tags."""
 
 
 def check_tool_parser(name: str) -> None:
@@ -81,7 +81,7 @@ def _check(name: str, known: Mapping[str, object]) -> None:
 
 
 def detect_tool_parser(template: str) -> str:
-    """Return the name of the parser that can read the calls of a chat template, or `none`."""
+    """Return the name of the parser for the format of calls in a chat template, or `none`."""
     marks = (
         ("<|channel|>", HARMONY_TOOLS),
         ("[TOOL_CALLS]", "mistral"),
@@ -110,7 +110,7 @@ def detect_tool_parser(template: str) -> str:
 
 
 def detect_reasoning_parser(template: str) -> str:
-    """Return the name of the parser that can read the reasoning of a chat template, or `none`."""
+    """Return the name of the parser for the format of reasoning in a chat template, or `none`."""
     marks = (
         ("<|channel|>", HARMONY_REASONING),
         ("[THINK]", "mistral"),
@@ -128,9 +128,9 @@ def markers_of(name: str) -> tuple[str, ...]:
 
 
 def call_forms(name: str, grammar: CallGrammar) -> tuple[Sequence[CallForm], ArgumentNotation]:
-    """Return the grammar parts for the calls of a parser, and the notation of their arguments.
+    """Return the forms of the calls that a parser reads, and the notation of the arguments.
 
-    There are no parts if the format of the calls cannot be constrained by a grammar.
+    The forms are empty if a grammar cannot constrain the format of the calls.
     """
     kind: type[Reader] = TOOL_PARSERS[name]
     return kind.call_forms(grammar), kind.notation(grammar)

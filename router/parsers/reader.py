@@ -68,7 +68,7 @@ class Reader:
 
     @classmethod
     def notation(cls, grammar: CallGrammar) -> ArgumentNotation:
-        """Return the notation of the arguments to which the rules of `call_forms` refer."""
+        """Return the notation of the arguments in the calls of `call_forms`."""
         return JSON
 
     def feed(self, text: str) -> list[Piece]:

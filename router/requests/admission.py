@@ -42,7 +42,7 @@ class RequestAdmission:
         tokenizer: makes the detokenizers.
         on_stop_string: called with `ChoiceStopped` when a stop string ends a choice.
         hasher: hashes the prompts.
-        helpers: check the forms that answers must have.
+        helpers: helper processes that check the constraints on answers.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class RequestAdmission:
         """Check the requests of a call and add them to its stream.
 
         Returns:
-            For each request, the record for the dispatcher, and its output.
+            For each request, the dispatcher's record of the request, and the request's output.
 
         Raises:
             ServingError: INVALID, if a request is refused.

@@ -54,8 +54,8 @@ class AnswerParsing:
     def call_id(self, choice: int, call: int) -> str:
         """Return the id of a tool call, which depends only on the request.
 
-        The length of the prompt is part of it, because all requests of a conversation may have the
-        same request id.
+        The id also depends on the length of the prompt, because all requests of a conversation may
+        have the same request id.
         """
         text = f"{self._seed}\0{choice}\0{call}"
         digits = hashlib.blake2b(text.encode(), digest_size=CALL_ID_DIGITS // 2).hexdigest()
@@ -74,7 +74,7 @@ class ModelParsers:
         source = tokenizer.chat_template
         template = "" if source is None else source.template
         self._parsers = AnswerParsers(template, config.tool_call_parser, config.reasoning_parser)
-        # Special tokens in the texts of answers, for each value of "calls are read".
+        # Special tokens in the texts of answers, by `ParsingOptions.reads_calls`.
         self._shown: dict[bool, frozenset[int]] = {}
 
     @property
@@ -91,7 +91,7 @@ class ModelParsers:
         """Return the thinking budget of the answers to a prompt.
 
         Raises:
-            ServingError: INVALID: the reasoning of this model cannot be limited.
+            ServingError: INVALID if the reasoning of this model cannot be limited.
         """
         tags, end = self._parsers.tags, self._reasoning_end()
         if tags is None or end is None:

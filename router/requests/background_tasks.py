@@ -1,4 +1,4 @@
-"""Tasks for which no client waits. A router that stops first waits for the end of these tasks."""
+"""Tasks for which no client waits. A router waits for the end of these tasks before it stops."""
 
 import asyncio
 import contextlib
@@ -6,7 +6,7 @@ from collections.abc import Coroutine, Sized
 
 POLL_SECONDS = 0.05
 END_SECONDS = 5.0
-"""Time in which tasks must end after their requests have been ended."""
+"""Time limit in seconds for the end of tasks whose requests have ended."""
 
 
 class BackgroundTasks:
@@ -30,7 +30,7 @@ class BackgroundTasks:
                     await asyncio.sleep(POLL_SECONDS)
 
     async def end(self, seconds: float = END_SECONDS) -> None:
-        """Wait up to `seconds` for the tasks, whose requests have been ended; then cancel them."""
+        """Wait up to `seconds` for the tasks, after their requests have ended; then cancel them."""
         if not self._tasks:
             return
         _, pending = await asyncio.wait(set(self._tasks), timeout=seconds)

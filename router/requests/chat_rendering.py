@@ -10,7 +10,7 @@ from penstock.router.requests.chat import Chat
 from penstock.router.requests.json_text import dumps
 
 KIND = "chat"
-"""Name of the job."""
+"""Name of the job that renders a chat."""
 
 TEMPLATE = "the model's chat template"
 

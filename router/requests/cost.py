@@ -5,7 +5,7 @@ The cost of a call is the number of entries in its answer:
     prompts x n x (max_tokens + echoed prompt tokens) x (1 + logprobs)
 
 `best_of` and the number of beams count as `n`. Prompt tokens that are returned with
-`prompt_logprobs` count as echoed, each with that many log probabilities.
+`prompt_logprobs` count as echoed, with `prompt_logprobs` as their number of logprobs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from penstock.router.requests.request import GenerationRequest, ModelLimits, che
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallSizes:
-    """Numbers of entries in the lists of a call, as parsed."""
+    """Numbers of entries in the lists of a parsed call."""
 
     prompts: int = 1
     messages: int = 0

@@ -12,7 +12,7 @@ from penstock.router.requests.fair_line import FairLine
 T = TypeVar("T")
 
 NUM_THREADS = 2
-"""One long text leaves a thread to the other tenants, since a tenant uses one thread at a time."""
+"""Number of threads: a tenant uses one at a time, so a long text leaves one to the others."""
 
 
 @dataclass(slots=True, eq=False)

@@ -49,7 +49,7 @@ class GenerationDefaults:
         return SamplingParams(**{**defaults, **given})
 
     def default_max_tokens(self, own: int | None = None) -> int | None:
-        """Return the smaller default of the model's and the API's; None if neither has one."""
+        """Return the lower of the model's and the API's (`own`) default; None if neither exists."""
         return min((each for each in (self.max_tokens, own) if each is not None), default=None)
 
 

@@ -1,4 +1,4 @@
-"""The requests whose clients have not got a final answer, with their outputs and metrics."""
+"""The requests that have not ended, with their outputs and metrics."""
 
 from collections.abc import Mapping
 

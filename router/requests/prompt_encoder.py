@@ -57,7 +57,7 @@ class PromptEncoder:
         name: str = "prompt",
         is_truncated: bool = False,
     ) -> list[int]:
-        """Return the token ids of a text; raise INVALID for field `name` if it is too long.
+        """Return the token ids of the text of field `name`; raise INVALID if the text is too long.
 
         A text whose tokens are truncated afterwards (`is_truncated`) may have any length.
         """

@@ -17,7 +17,7 @@ INLINE_BLOCKS = 64
 """Prompts up to this number of blocks are hashed on the event loop, in about 0.1 ms."""
 
 CHARS_PER_BLOCK = 16
-"""A block takes about as long to hash as this many characters to tokenize."""
+"""Hashing a block takes about as long as tokenizing this number of characters."""
 
 Hashes = Mapping[int, Sequence[int]]
 

@@ -10,7 +10,7 @@ from penstock.protos import worker_pb2
 from penstock.router.errors import Code, ServingError
 
 MAX_MERGED_TOKENS = 128
-"""Unread tokens that are read as one delta; with 20 logprobs each, they take 10 ms to send."""
+"""Maximum number of tokens in a merged delta; with 20 logprobs each, it takes 10 ms to send."""
 
 
 class ClientDisconnectedError(Exception):
@@ -111,8 +111,8 @@ class ResponseStream:
     so that a slow reader never blocks the router.
 
     A reader may set `writer`. While the reader waits and nothing is unread, `idle_writer` is this
-    writer. A token passed to `idle_writer` is sent without waking the reader, which `push` would
-    do.
+    writer. A token passed to `idle_writer` is sent without waking the reader, while `push` wakes
+    the reader.
 
     Args:
         max_unread: largest number of unread tokens.

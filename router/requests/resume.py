@@ -21,7 +21,7 @@ FINISHES = ("", "stop", "length")
 
 @dataclass(frozen=True, slots=True)
 class FinishedChoice:
-    """How a choice ended in an earlier call."""
+    """The end of a choice in an earlier call."""
 
     num_tokens: int
     finish: str

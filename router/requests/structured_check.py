@@ -11,7 +11,7 @@ from penstock.router.errors import invalid
 from penstock.router.requests.request import GenerationRequest
 
 KIND = NAME
-"""Name of the job."""
+"""Name of the job that checks a constraint."""
 
 MAX_KNOWN = 256
 """Maximum number of constraints that are remembered as valid."""

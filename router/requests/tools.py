@@ -20,7 +20,7 @@ class ToolChoice:
     """The checked `tool_choice` of a request.
 
     Attributes:
-        mode: `named` means the tool `name` must be called.
+        mode: `named` means that the function `name` must be called.
         name: name of a function, or empty.
     """
 

@@ -57,10 +57,10 @@ Commands: TypeAlias = list[Command]
 
 
 SHORT_WAIT_SECONDS = 10.0
-"""Up to this `max_wait_seconds`, prompts queue at the router instead of at the workers.
+"""Largest `max_wait_seconds` with which prompts queue at the router instead of at the workers.
 
-A short bound must cover the whole wait for the first token. With a longer bound, the wait at a
-worker is only a small part of it, and a queue at the worker keeps the worker busy.
+A short limit must cover the whole wait for the first token. With a longer limit, the wait at a
+worker is only a small part of the limit, and a queue at the worker keeps the worker busy.
 """
 
 
@@ -78,7 +78,7 @@ class DispatcherLimits:
     # SLO on the time per output token of running answers; 0 means no SLO
     tpot_slo_seconds: float = 0.0
     no_worker_timeout_seconds: float = 60.0  # time without workers after which requests fail
-    # Maximum number of recomputed requests of lost workers, per worker.
+    # For each connected worker, how many requests of lost workers may be recomputed at a time.
     max_recovering_per_worker: int = 4
     max_gaps: int = 3  # gaps in token positions after which a worker's stream is closed
     bounds: LivenessBounds = field(default_factory=LivenessBounds)

@@ -53,7 +53,7 @@ class Request:
     tenant: str = ""
     priority: int = 0  # as in vLLM, a tenant's requests with lower values go first
     salt: bytes = b""
-    deadline: float = float("inf")  # time limit, in seconds on the dispatcher's clock
+    deadline: float = float("inf")  # when the request times out, on the dispatcher's clock
     log: Sequence[Sequence[int]] = ()  # tokens that the client already has, one list per choice
     ended: Sequence[bool] = ()  # for each choice, whether it ended in an earlier call
     external_id: str = ""
@@ -263,7 +263,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """Event: a worker rejects a request. It is full or, if `is_permanent`, too small."""
+    """Event: a worker rejects a request: the worker is full or, if `is_permanent`, too small."""
 
     worker: str
     request: int
@@ -274,7 +274,7 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Event: periodic time to check deadlines and worker timeouts, and to move requests."""
+    """Event: a periodic clock tick, at which time limits are checked and requests may move."""
 
 
 WorkerMessage: TypeAlias = (
@@ -339,7 +339,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Command: release a request of any state, or one of its choices, on a worker."""
+    """Command: release a request in any state, or only one of its choices, on a worker."""
 
     worker: str
     request: int

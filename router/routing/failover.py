@@ -17,7 +17,7 @@ Commands: TypeAlias = list[Command]
 
 
 class Failover:
-    """Restarts the requests of lost workers. `RecoveryThrottle` limits how many at a time."""
+    """Restarts the requests of lost workers. `RecoveryThrottle` limits how many restart at once."""
 
     def __init__(
         self,

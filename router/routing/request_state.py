@@ -45,11 +45,11 @@ class RequestState(Submissions):
 
     def __init__(self, request: Request) -> None:
         super().__init__(request)
-        self.live_migration_failed = False  # then no other live migration is tried
+        self.live_migration_failed = False  # if True, no other live migration is tried
         self.num_losses = 0
         self.status: Status | None = None
         # `Placer` sets the following attributes.
-        self.decode_target: str | None = None  # worker for the request after the current one yields
+        self.decode_target: str | None = None  # next worker, once the current worker yields
         self.unfit_workers: set[str] = set()  # workers on which the request can never fit
         self.arrived_at = 0.0  # time of arrival, in clock seconds
         self.submitted_at = 0.0  # time of the last submission, in clock seconds
@@ -148,7 +148,7 @@ class RequestState(Submissions):
     # -------------------------------------------------------------- placing
 
     def start_live_migration(self, info: WorkerInfo, out: list[Command]) -> None:
-        """Submit the request to a second worker; once that one is Ready, the first must yield."""
+        """Submit the request to a second worker. When that one is Ready, the first must yield."""
         assert self.running is not None
         kv_len = self.token_log.num_known - 1  # the newest token has no KV yet
         self.pending = self._submit(info, self.running.lease(kv_len), 0, out)
@@ -166,7 +166,7 @@ class RequestState(Submissions):
         self.running = None
         self.lease = here.lease(kv_len) if kv_len else None
         if not (kv_len or here.started):
-            self.decode_target = None  # nothing was computed, so that workers must be chosen again
+            self.decode_target = None  # nothing was computed, so workers must be chosen again
         if self.pending is not None:
             # The pending Submit lacks the newest tokens, so cancel it; `Placer` submits again.
             self.decode_target = self.pending.worker
@@ -183,7 +183,7 @@ class RequestState(Submissions):
         elif self.lease is not None:
             hold.epoch = event.epoch
             out.append(_send(self.lease, event))
-        else:  # the source is lost, so that no blocks will come
+        else:  # the source is lost, so no blocks will arrive
             self._restart(hold, out)
 
     def check_source(self, out: list[Command]) -> bool:

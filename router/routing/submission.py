@@ -135,7 +135,7 @@ class Submissions:
         """
         lease = self.lease
         if lease and (lease.worker == info.worker or lease.layout != info.layout):
-            self._drop_lease(out)  # the same worker has the blocks in its prefix cache
+            self._drop_lease(out)  # the worker has the blocks cached, or has another layout
         hold = self._submit(info, self.lease, yield_after, out)
         if self.lease is None:
             self.running = hold

@@ -3,11 +3,11 @@
 Connecting takes time, and over NCCL it allocates memory on both GPUs. The router therefore sends
 each prefill worker a list of its probable destinations as soon as the workers are known.
 
-With few workers, these are all workers that generate answers. With more workers, the connections of
-each worker are bounded at both ends. Workers lie on a ring, in the order of a hash of their names.
-A prefill worker gets the next destinations on the ring that do not have enough sources yet
-(consistent hashing, Karger et al., 1997). If a worker appears or is lost, few other workers get a
-new list. All routers that know the same workers choose the same destinations.
+With few workers, these are all workers that generate answers. With more workers, the number of
+connections of each source and of each destination is limited. Workers lie on a ring, in the order
+of a hash of their names. A prefill worker gets the next destinations on the ring that do not have
+enough sources yet (consistent hashing, Karger et al., 1997). If a worker appears or is lost, few
+other workers get a new list. Routers that know the same workers choose the same destinations.
 """
 
 from bisect import bisect_left
@@ -18,8 +18,8 @@ from hashlib import blake2b
 from typing import Protocol
 
 MAX_EARLY_PEERS = 8
-"""Maximum number of early connections of a worker, in each direction. Half of the connections that
-a worker can have; the others are for transfers between other pairs of workers."""
+"""Maximum number of early connections of a worker, in each direction. This is half of the
+connections that a worker can have. The rest is left for transfers with other workers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -210,8 +210,8 @@ class WorkerEventHandler:
         pending, view = state.pending, self._registry.get(event.worker)
         if pending is None or pending.epoch != event.epoch or state.lease is None or view is None:
             return
-        # A queued worker has waited for free blocks before Ready, which is not transfer time.
-        # A prompt computed on this worker would have waited for blocks as well.
+        # A worker with a queue waited for free blocks before Ready. This is not transfer time,
+        # because a prompt that this worker computes would have waited for blocks as well.
         since = now if view.load.queued else state.submitted_at
         state.transfer = (max(state.lease.kv_len - event.have, 0), since)
 

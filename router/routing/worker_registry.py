@@ -16,7 +16,8 @@ class LivenessBounds:
 
     suspect_after: float = 2.0
     lost_after: float = 10.0
-    lost_steps: float = 20.0  # minimum of `lost_after` and `stuck_after`, in step times
+    # Lower bound of `lost_after` and `stuck_after`, in durations of the worker's last step.
+    lost_steps: float = 20.0
     # Time without a completed step after which a worker with work is stuck.
     stuck_after: float = 45.0
 
@@ -105,7 +106,7 @@ class WorkerRegistry:
         self._lost_at[worker] = now
 
     def back_off(self, worker: str, now: float) -> None:
-        """Treat a worker as full until its next load report, or until `suspect_after` is over."""
+        """Treat a worker as full until its next load report, but at most for `suspect_after`."""
         self._views[worker].backed_off_at = now
 
     def no_larger_than(self, worker: str) -> list[str]:

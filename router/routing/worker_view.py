@@ -64,7 +64,7 @@ class WorkerView:
         self.last_progress = now  # time at which the worker last completed a step or sent tokens
         self.suspect = False
         self.draining = False
-        self.stuck = False  # whether the worker was found to be stuck, reset after a completed step
+        self.stuck = False  # whether the worker is stuck; False again after a completed step
         self.backed_off_at: float | None = None  # time of a rejection after the last load report
         self.num_gaps = 0
         self.num_assigned = 0  # requests placed on this worker since it connected
@@ -146,8 +146,8 @@ class WorkerView:
     def has_capacity(self, num_tokens: int, num_sequences: int) -> bool:
         """Return whether the worker has room for a request with `num_tokens` tokens so far.
 
-        A worker without sequences of this router always has room, unless it is backed off.
-        Otherwise, other routers could keep this router out.
+        A worker without sequences of this router always has room, unless it is backed off. Without
+        this rule, other routers could occupy the whole worker.
         """
         if self.backed_off_at is not None:
             return False

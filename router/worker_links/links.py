@@ -30,7 +30,7 @@ class WorkerLinks:
         self._links: dict[str, WorkerLink] = {}
         # Last Welcome message of each connected worker.
         self._welcomes: dict[str, worker_pb2.Welcome] = {}
-        # The last argument `own`, and the result for it.
+        # The last argument of `model_limits`, and its result.
         self._limits: tuple[ModelLimits, ModelLimits] | None = None
         # None if no worker is connected, or if it must be computed again.
         self._fingerprint: str | None = None
@@ -92,7 +92,7 @@ class WorkerLinks:
 
     def send(self, command: ev.WorkerCommand) -> None:
         """Send a command to its worker. The command is discarded if the worker is not connected."""
-        # Such commands are rare, because the cache feed limits their rate.
+        # `ResyncCache` commands are rare, because the cache feed limits their rate.
         if isinstance(command, ResyncCache):
             log.warning(
                 "worker %s: %s; its list of cached blocks is requested",

@@ -252,7 +252,7 @@ class WorkerLink:
     async def _post_in_slices(self, event: ev.Stepped) -> None:
         """Post a large step as several events; other callbacks run between them."""
         for each in codec.slices_of(event, MAX_EVENT_TOKENS):
-            # The pause before the first part is useful too, since decoding took time.
+            # Pause before the first event too, because decoding has already taken time.
             await asyncio.sleep(0)
             self._post(each)
 

@@ -21,7 +21,7 @@ class ClosedModel(StrictModel):
 
 
 class CacheControl(ClosedModel):
-    """The field `cache_control`, which has no effect: the prefix cache keeps every prompt."""
+    """The field `cache_control`, which has no effect, because all prompts are cached."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
@@ -43,7 +43,7 @@ class TextBlock(ClosedModel):
 class ThinkingBlock(ClosedModel):
     type: Literal["thinking"]
     thinking: str
-    signature: str  # signature of the reasoning, which is not verified
+    signature: str  # signature of the reasoning; signatures are not verified
 
 
 class RedactedThinkingBlock(ClosedModel):
@@ -130,7 +130,7 @@ class Message(ClosedModel):
 
 
 def texts_of(content: str | Sequence[Any] | None, where: str) -> list[str]:
-    """Return the texts of a content that may have text blocks only."""
+    """Return the texts of the content at the path `where`; refuse blocks that are not text."""
     if content is None:
         return []
     if isinstance(content, str):
@@ -145,7 +145,7 @@ def texts_of(content: str | Sequence[Any] | None, where: str) -> list[str]:
 
 
 def unsupported(block: Any, where: str, *supported: str) -> ServingError:
-    """Return the error of a block whose type is not supported in its place."""
+    """Return the error for a block whose type is not supported at the path `where`."""
     kind, sent = block.type[:40], " or ".join(supported)
     return invalid(f"{where}: {kind!r} blocks are not supported here: send {sent}", _field(where))
 

@@ -20,7 +20,7 @@ Located: TypeAlias = tuple[str, Any]
 """A block or a text, with its path in the body."""
 
 ERROR = "Error: "
-"""Text before the result of a tool that has failed, since templates know no such results."""
+"""Prefix of the result of a failed tool, because chat templates have no field for failures."""
 
 
 def conversation(

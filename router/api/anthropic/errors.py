@@ -25,11 +25,11 @@ STATUSES: Mapping[Code, tuple[int, str]] = {
     Code.DEADLINE: (504, "timeout_error"),
     Code.UNAVAILABLE: (529, "overloaded_error"),
 }
-"""Status and type of each error."""
+"""For each error code, the HTTP status and the type of the error in Anthropic's API."""
 
 
 def error_body(error: ServingError, request_id: str) -> Mapping[str, Any]:
-    """Return an error in Anthropic's form, whose text names the invalid field."""
+    """Return an error in Anthropic's form; its message names the invalid field, if there is one."""
     message, param = error.message, error.param
     if param is not None and param not in message:
         message = f"{param}: {message}"
@@ -62,5 +62,5 @@ def id_headers(request_id: str) -> Mapping[str, str]:
 
 
 def new_request_id(headers: Headers) -> str:
-    """Return the client's id of a request if it is safe, else a new one."""
+    """Return the request id that the client sent if the id is safe for logs, else a new id."""
     return safe_request_id(headers.get("x-request-id", "")) or f"req_{secrets.token_hex(12)}"

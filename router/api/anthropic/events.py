@@ -10,18 +10,18 @@ from penstock.router.parsers.pieces import ARGUMENTS, CALL, CONTENT, REASONING, 
 from penstock.router.requests.json_text import dumps
 
 SIGNATURE = "unsigned"
-"""Signature of all blocks of thinking; clients require one, and send it back."""
+"""Signature of all thinking blocks; clients require a signature and send it back."""
 
 DELTAS: Mapping[str, tuple[str, str]] = {
     CONTENT: ("text_delta", "text"),
     REASONING: ("thinking_delta", "thinking"),
     ARGUMENTS: ("input_json_delta", "partial_json"),
 }
-"""For each kind of piece: the type of its deltas, and the field of their text."""
+"""For each kind of piece: the type of a delta, and the field of the delta that has the text."""
 
 
 def event(kind: str, **fields: Any) -> str:
-    """Return a server-sent event."""
+    """Return a server-sent event whose data is a JSON object with the type `kind` and `fields`."""
     return f"event: {kind}\ndata: {dumps({'type': kind, **fields})}\n\n"
 
 
@@ -125,9 +125,9 @@ def _empty_block(kind: str) -> dict[str, Any]:
 
 
 def _input(text: str) -> Any:
-    """Return the arguments of a call, parsed as in Anthropic's client.
+    """Return the (possibly cut off) arguments of a call, parsed as in Anthropic's client.
 
-    The arguments may be cut off.
+    Text that is not a JSON object is returned as the value of `INVALID_JSON`.
     """
     if not text:
         return {}

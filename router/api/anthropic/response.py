@@ -13,24 +13,24 @@ from penstock.router.requests.answer_parsing import AnswerParsing
 from penstock.router.requests.json_text import dumps
 from penstock.router.requests.response_stream import Delta
 
-CHARS_PER_FRAGMENT = 4096  # characters per call of the parser, which takes about 2 ms for them
+CHARS_PER_FRAGMENT = 4096  # characters per call of the parser; a call takes about 2 ms
 
 STOP_REASONS: Mapping[str, str] = {"stop": "end_turn", TOOL_CALLS: "tool_use"}
-"""Stop reason for each finish reason; `length` has two."""
+"""Stop reason for each finish reason except `length`, for which `_stop` selects one of two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageContext:
-    """Data about a call that its message contains.
+    """Data from which the message of a call is made.
 
     Attributes:
         id: id of the message.
         request_id: id of the request.
         model: name of the model.
-        num_prompt: tokens of the prompt.
+        num_prompt: number of prompt tokens.
         num_cached: number of cached prompt tokens (see `ResponseStream.num_cached`).
-        fills_context: whether the longest possible answer fills the model's context, and is shorter
-            than `max_tokens`.
+        fills_context: whether the model's context has room for fewer than `max_tokens` answer
+            tokens, so that the longest answer ends at the end of the context.
         only_prompt: whether to hide the generated token, because the client wants no answer.
         omits_thinking: whether thinking blocks are sent without their text.
     """
@@ -99,7 +99,7 @@ class MessageFormatter:
             self._end = self._stop(delta)
 
     def keep_alive(self) -> str:
-        """Return the events to send while the first token takes long."""
+        """Return the events to send if no event was sent for a long time."""
         return PING if self._has_begun else self._begin() + PING
 
     def _begin(self) -> str:
@@ -147,7 +147,7 @@ class MessageFormatter:
         }
 
     def _stop(self, delta: Delta) -> Mapping[str, Any]:
-        """Return the reason for which an answer has ended."""
+        """Return the fields of the message that show why the answer has ended."""
         if isinstance(delta.stop, str):
             return _no_end() | {"stop_reason": "stop_sequence", "stop_sequence": delta.stop}
         finish = self._answer.finish_reason(delta.finish)

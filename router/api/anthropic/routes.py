@@ -76,7 +76,7 @@ class MessagesApi:
         )
 
     async def count_tokens(self, request: Request) -> Response:
-        """Return the number of tokens of the prompt that a message would have."""
+        """Return the number of prompt tokens of a message with this body."""
         parsed = await self._read("count_tokens", request)
         body: CountTokensBody = parsed.body
         frontend = self._frontend

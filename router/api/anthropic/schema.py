@@ -1,4 +1,4 @@
-"""Request bodies of Anthropic's API. Unknown fields are refused, as that API does."""
+"""Request bodies of Anthropic's API. Unknown fields are refused, as in that API."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
@@ -35,7 +35,7 @@ from penstock.router.requests.request import ModelLimits
 from penstock.router.requests.tools import check_json
 
 CONTINUES = b"continues"
-"""Kept if the answer continues the last message."""
+"""Item in the result of `kept` if the answer continues the last message."""
 
 
 class CountTokensBody(ChatBody):
@@ -190,7 +190,7 @@ class MessagesBody(CountTokensBody):
     def sampling_params(self, defaults: GenerationDefaults) -> SamplingParams:
         """Return the sampling parameters; absent fields get the `defaults`."""
         named = {
-            # The engine generates at least one token. For 0, `only_prompt` hides this token.
+            # The engine generates at least one token. If `max_tokens` is 0, `only_prompt` hides it.
             "max_tokens": max(self.max_tokens, 1),
             "temperature": self.temperature,
             "top_p": self.top_p,

@@ -9,7 +9,7 @@ from penstock.router.api.anthropic.blocks import ClosedModel
 from penstock.router.errors import invalid
 
 SWITCHES = ("enable_thinking", "thinking")
-"""Names by which templates read whether the model should reason."""
+"""Chat template variables that enable or disable reasoning."""
 
 BUDGET = "thinking_budget"
 EFFORT = "reasoning_effort"

@@ -12,7 +12,7 @@ from penstock.router.requests.tools import ToolChoice, check_name
 
 
 class Tool(ClosedModel):
-    """A function of the client."""
+    """A tool that the client runs."""
 
     type: Literal["custom"] | None = None
     name: str

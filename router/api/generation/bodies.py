@@ -1,4 +1,4 @@
-"""Reads request bodies of the OpenAI API."""
+"""Reads the request bodies of all HTTP APIs."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -52,7 +52,7 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """
     length = header_of(request.scope, b"content-length") or ""
     if length.isdecimal() and int(length) <= INLINE_CHARS:
-        # A small body is parsed faster than the two tasks that watch for a disconnect are made.
+        # For a small body, `work` is faster than creating the two tasks below.
         return await work
     working = asyncio.create_task(work)
     leaving = asyncio.create_task(_until_disconnected(request))
@@ -72,5 +72,5 @@ async def _until_disconnected(request: Request) -> None:
 
 
 async def on_disconnect(request: Request, error: Exception) -> Response:
-    """Return the response to a client that has disconnected, which is not sent."""
+    """Return a response that is not sent, because the client has disconnected."""
     return Response(status_code=499)

@@ -1,4 +1,4 @@
-"""From a parsed body to the stream of an answer's deltas, for all HTTP APIs."""
+"""Encodes and submits the calls of all HTTP APIs, from their parsed bodies."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -49,14 +49,14 @@ class CallOptions:
 
 @dataclass(frozen=True, slots=True)
 class SubmittedCall:
-    """A call whose requests are submitted.
+    """A call whose requests have been submitted.
 
     Attributes:
         name: id of the response.
         request_id: the client's id of the request, or `name`.
         prompts: token ids of each prompt.
         sampling: sampling parameters of all requests.
-        answers: the answers; must be closed.
+        answers: the stream of the answers, which the caller must close.
         parsing: makes the parser of each answer, or None if all text is content.
         shown_tokens: special tokens that the text of the answers contains.
     """
@@ -128,7 +128,7 @@ class GenerationCalls:
     async def encode_chat(
         self, request: Request, parsed: ParsedBody[Any]
     ) -> tuple[list[int], SamplingParams]:
-        """Return the token ids of a chat and its sampling parameters, with forced calls."""
+        """Return a chat's token ids, and its sampling parameters with constraints on tool calls."""
         body: AnsweredChat = parsed.body
         chat, frontend = parsed.messages, self._frontend
         sampling = self.sampling_params(body, 1)
@@ -201,7 +201,7 @@ class GenerationCalls:
 
 
 def _forced(sampling: SamplingParams, schema: str) -> SamplingParams:
-    """Return sampling parameters whose answers are tool calls that fit `schema`."""
+    """Return sampling parameters that force answers to be tool calls that fit `schema`."""
     if sampling.structured_outputs is not None:
         raise invalid(
             "a tool_choice that forces calls cannot be combined with a field that sets the form of "

@@ -16,8 +16,8 @@ from penstock.router.requests.request import ModelLimits
 class ChatBody(StrictModel):
     """A body with the messages of a chat, in the format of some API.
 
-    A large body is parsed in a helper process: except for `template_options`, these methods are
-    called only there.
+    If a helper process parses the body, the helper process calls all of these methods except
+    `template_options`, which the router calls.
     """
 
     def check_content(self, bounds: RequestBounds, model: ModelLimits) -> None:
@@ -48,7 +48,7 @@ class ChatBody(StrictModel):
         return False
 
     def kept(self) -> Sequence[bytes]:
-        """Return texts that the router keeps until the answer is sent (see `ParsedBody.kept`)."""
+        """Return encoded data of the body; the router keeps the data until the answer is sent."""
         return ()
 
     def template_options(self, known: Collection[str]) -> TemplateOptions:

@@ -30,7 +30,7 @@ FORMATS: Mapping[str, Callable[[Mapping[str, float]], str]] = {"TEXT": _text, "J
 
 
 def load_headers(request: Request, frontend: Frontend) -> Callable[[], Mapping[str, str]]:
-    """Return a function that makes the header with the load, if the request asks for it."""
+    """Return a function that returns the load header, or no headers if none is requested."""
     name = (header_of(request.scope, REQUEST_HEADER) or "").upper()
     encode = FORMATS.get(name)
     if encode is None:
@@ -39,7 +39,7 @@ def load_headers(request: Request, frontend: Frontend) -> Callable[[], Mapping[s
     def headers() -> Mapping[str, str]:
         load = frontend.cluster_load.read()
         metrics = {
-            # Rounded, so that a client cannot infer the allocation of single blocks to others.
+            # Rounded, so that a client cannot observe when others allocate single blocks.
             "kv_cache_usage_perc": round(load.kv_usage, 2),
             "num_requests_waiting": float(load.num_waiting),
         }

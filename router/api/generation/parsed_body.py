@@ -49,7 +49,7 @@ class ParsedBody(Generic[Body]):
     """A valid request body.
 
     Attributes:
-        body: its fields; those in the model's `CONTENT` may be empty.
+        body: its fields; after parsing in a helper process, those in `CONTENT` are empty.
         prompts: its texts and lists of token ids.
         chat: its messages.
         kept: see `ChatBody.kept`.
@@ -62,7 +62,7 @@ class ParsedBody(Generic[Body]):
 
     @property
     def messages(self) -> Chat:
-        """The messages of a body that has messages."""
+        """The attribute `chat`, which must not be None."""
         assert self.chat is not None
         return self.chat
 
@@ -140,7 +140,7 @@ def job_items(name: str, data: bytes, model: ModelLimits) -> list[bytes]:
 
 
 def parse_job(bounds: RequestBounds, items: Sequence[bytes]) -> list[bytes]:
-    """Do the job: return the items of a parsed body."""
+    """Parse a job's body; return items from which `read_parsed` restores the parsed body."""
     name, *model = json.loads(items[0])
     parsed = parse_body(name, items[1], bounds, ModelLimits(*model))
     body = parsed.body

@@ -12,7 +12,7 @@ from penstock.router.errors import ServingError, invalid
 Body = TypeVar("Body", bound=StrictModel)
 
 NOT_AN_OBJECT = ("model_type", "model_attributes_type")
-"""Types of errors whose texts contain the name of a class."""
+"""Types of pydantic's errors whose messages contain the name of a Python class."""
 
 
 def parse(kind: type[Body], body: bytes) -> Body:
@@ -31,7 +31,7 @@ def parse(kind: type[Body], body: bytes) -> Body:
 
 
 def keys(body: bytes) -> Collection[str]:
-    """Return the keys of a JSON object; none for anything else, which `parse` refuses."""
+    """Return the keys of a JSON object; no keys for any other text, which `parse` refuses."""
     try:
         content = from_json(body)
     except ValueError:

@@ -90,9 +90,10 @@ class GenerationResponse(Response):
         stream: whether to send events instead of a JSON object.
         refusal: makes the response if the call fails before its first tokens.
         headers: further headers.
-        keep_alive: returns the events to send after each `KEEP_ALIVE_SECONDS` without an event;
-            given only for streams that begin before their first token.
-        late_headers: returns further headers of a response with status 200, when they are sent.
+        keep_alive: returns the events to send after each `KEEP_ALIVE_SECONDS` without an event.
+            None if a stream must not begin before its first token.
+        late_headers: called when the headers of a successful response are sent; returns further
+            headers.
     """
 
     def __init__(
@@ -216,10 +217,10 @@ class _EventWriter:
     Args:
         body: the body of the response.
         formatter: makes the events.
-        deltas: fails if an event cannot be written.
+        deltas: the stream that fails if an event cannot be written.
 
     Attributes:
-        num_written: written tokens.
+        num_written: number of tokens that were written.
     """
 
     __slots__ = ("_body", "_chunk", "_deltas", "num_written")

@@ -10,7 +10,7 @@ from penstock.router.requests.cost import CallSizes
 Ids: TypeAlias = Annotated[list[int], Field(fail_fast=True)]
 Texts: TypeAlias = Annotated[list[str], Field(fail_fast=True)]
 FreeObjects: TypeAlias = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
-"""Lists whose validation stops at the first error, since a large body could have a million."""
+"""Lists whose validation stops at the first error: a large body could have a million errors."""
 
 
 class StrictModel(BaseModel):
@@ -20,7 +20,7 @@ class StrictModel(BaseModel):
         strict=True, extra="allow", allow_inf_nan=False, ser_json_inf_nan="constants"
     )
 
-    # Empty values, by field, that replace fields which a helper process returns separately.
+    # Fields that a helper process returns separately, with the empty values that replace them.
     CONTENT: ClassVar[Mapping[str, Any]] = {}
     # The client's name of each field that our checks know under another name.
     FIELD_NAMES: ClassVar[Mapping[str, str]] = {}

@@ -39,7 +39,7 @@ def ids(tokens: Sequence[int]) -> Iterator[str]:
 
 
 class Columns:
-    """Parallel JSON arrays of equal length, as fragments that are appended together."""
+    """Named JSON arrays of equal length, in fragments; `append` adds items to all of the arrays."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self.fragments: Mapping[str, list[str]] = {name: [] for name in names}
@@ -50,7 +50,7 @@ class Columns:
             column.append(items_of(values[name]))
 
     def after(self, before: "Columns | None") -> Iterator[str]:
-        """Yield a JSON object of the arrays. Each array begins with its items in `before`."""
+        """Yield the arrays as one JSON object; each array begins with its items in `before`."""
         separator = "{"
         for name, column in self.fragments.items():
             yield f'{separator}"{name}":'

@@ -54,7 +54,7 @@ class ContentPart(StrictModel):
     text: str | None = None
 
     def plain(self) -> dict[str, str]:
-        """Return a text part, in the form for chat templates."""
+        """Return the part in the form for chat templates; refuse a part that is not text."""
         if self.type != "text" or self.text is None:
             problem = "has no text" if self.type == "text" else "is not supported"
             raise invalid(
@@ -76,7 +76,7 @@ class ToolCall(StrictModel):
     function: CalledFunction
 
     def plain(self) -> dict[str, Any]:
-        """Return a call of a function, in the form for chat templates."""
+        """Return the call in the form for chat templates; refuse a type other than `function`."""
         if self.type != "function":
             raise invalid(
                 f"tool calls of type {self.type[:40]!r} are not supported: send functions",
@@ -87,7 +87,7 @@ class ToolCall(StrictModel):
 
 
 PLAIN = frozenset({"role", "content"})
-"""The fields of a message without structure."""
+"""Fields of the simplest messages, for which `Message.plain` skips the other fields."""
 
 
 class Message(StrictModel):

@@ -23,7 +23,7 @@ from penstock.router.parsers.pieces import (
 from penstock.router.requests.answer_parsing import AnswerParsing
 from penstock.router.requests.response_stream import Delta
 
-CHARS_PER_FRAGMENT = 4096  # characters per call of the parser, which takes about 2 ms for them
+CHARS_PER_FRAGMENT = 4096  # characters per call of the parser; a call takes about 2 ms
 
 FIELDS = {CONTENT: "content", REASONING: "reasoning_content"}
 
@@ -40,7 +40,7 @@ class ParsedChatFormatter(ChatFormatter):
         super().__init__(context)
         self._parsing = parsing
         self._answers: dict[int, AnswerPieces] = {}  # answers of a stream, by index of the choice
-        # JSON before and after the text of a piece.
+        # JSON before and after the text of a piece, by choice, kind of piece and call.
         self._sides: dict[tuple[int, str, int], tuple[str, str]] = {}
         self.token_chunk = self._token_chunk
 
@@ -116,7 +116,7 @@ class ParsedChatFormatter(ChatFormatter):
             yield "}]" + self._end()
 
     def _token_chunk(self, index: int, choice: int, text: str) -> bytes | None:
-        """Return the events for a token (the method `get` of `TokenChunks`)."""
+        """Return the events for a token (`ResponseFormatter.token_chunk`)."""
         index = index * self._context.num_choices + choice
         answer = self._answers.get(index)
         if answer is None or not self._context.wants_only_text:

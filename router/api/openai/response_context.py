@@ -66,7 +66,7 @@ class ResponseContext:
         return [None, *self.prompt_logprobs.get(index, ())]
 
     def prompt_table(self, index: int) -> Iterator[str]:
-        """Yield prompt logprobs in vLLM's format: items of a list of dicts by token id."""
+        """Yield prompt logprobs in vLLM's format: per token, an object whose keys are token ids."""
         tokens, entries = self.prompts[index], self.prompt_entries(index)
         for start in range(0, len(tokens), TOKENS_PER_FRAGMENT):
             end = start + TOKENS_PER_FRAGMENT
@@ -126,7 +126,7 @@ def name_of(token_bytes: TokenBytes, token: int, as_id: bool) -> str:
 
 
 def finite(value: float) -> float:
-    """Replace values that JSON cannot represent by `MIN_LOGPROB`."""
+    """Return the value, or `MIN_LOGPROB` if the value is lower, infinite or NaN."""
     return value if MIN_LOGPROB < value < math.inf else MIN_LOGPROB
 
 

@@ -53,7 +53,7 @@ from penstock.router.requests.slices import Slices
 from penstock.router.requests.text_decoding import decode
 
 HTTP_HANDLERS = {**error_handlers(), ClientDisconnectedError: on_disconnect}
-"""Handlers of the exceptions of routes that generate."""
+"""Exception handlers for the routes that generate answers."""
 
 PUBLIC_PATHS = frozenset({"/health", "/health/"})
 DEFAULT_COMPLETION_TOKENS = 16

@@ -137,4 +137,4 @@ _PARAMS: Mapping[str, tuple[tuple[type, ...], Callable[[Any], StructuredOutputs]
     "json_object": ((bool,), lambda value: StructuredOutputs("json_object")),
     "structural_tag": ((str,), lambda value: StructuredOutputs("structural_tag", value)),
 }
-"""For each field of vLLM's `structured_outputs`: its types, and the form that it demands."""
+"""For each field of vLLM's `structured_outputs`: its types, and a function that makes the form."""

@@ -22,7 +22,7 @@ class TextOffsets:
         return offset
 
     def copy(self) -> "TextOffsets":
-        """Return an independent copy of the offsets so far."""
+        """Return an independent copy that continues at the current offset."""
         other = TextOffsets()
         other._decoder.setstate(self._decoder.getstate())
         other._num_chars = self._num_chars

@@ -58,10 +58,7 @@ class TokenChunks:
             self._sides[choice] = before, after
 
     def get(self, index: int, choice: int, text: str) -> bytes | None:
-        """Return the chunk for a token; None if no delta of its choice was sent before.
-
-        An empty chunk is not sent.
-        """
+        """Return the chunk for a token, or None if `add` has not prepared the token's choice."""
         sides = self._sides.get((index, choice))
         if sides is None:
             return None

@@ -27,7 +27,7 @@ class TokenApi:
         self._frontend = frontend
 
     async def tokenize(self, request: Request) -> Response:
-        """Return the token ids of a text or of a chat, as a request for an answer encodes them."""
+        """Return the token ids that a text or a chat has as the prompt of a request."""
         parsed = await read_request("tokenize", request, self._frontend)
         self._frontend.check_model(parsed.body.model)
         tokens = await while_connected(request, self._tokens(parsed, request.state.tenant))

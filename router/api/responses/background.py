@@ -19,7 +19,7 @@ from penstock.router.requests.slices import Slices
 log = logging.getLogger(__name__)
 
 MAX_PER_TENANT = 256
-"""Responses of one tenant that are generated in the background at the same time."""
+"""Maximum number of background responses that are generated at a time for one tenant."""
 
 RETRY_SECONDS = 1.0
 
@@ -30,8 +30,8 @@ class BackgroundRun:
     Args:
         response: the constant members of the response.
         call: the submitted call.
-        formatter: reports the response when it has ended.
-        events: gets the events of the response, or None if they are not stored.
+        formatter: formats the answer, and records the response when it has ended.
+        events: log for the events of the response, or None if the events are not stored.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class BackgroundRun:
         async for delta in self._answers:
             self._status = "in_progress"
             await events.add(self._formatter.chunk(delta), slices)
-            # The only choice has ended, so that the response cannot be canceled now.
+            # The only choice has ended. Return now, so that a late cancel has no effect.
             if delta.finish:
                 return
 
@@ -116,7 +116,7 @@ class BackgroundRun:
 
 
 class BackgroundRuns:
-    """The running background responses of all tenants, which are `tasks` of the router."""
+    """The running background responses of all tenants; each one runs in one of the `tasks`."""
 
     def __init__(self, tasks: BackgroundTasks) -> None:
         self._tasks = tasks

@@ -56,7 +56,7 @@ class Reasoning(StrictModel):
 
 
 class StreamOptions(StrictModel):
-    """The field `stream_options`, whose members are refused."""
+    """The field `stream_options`; its members may only have the values in `STREAM_VALUES`."""
 
 
 class ResponsesRequest(ChatBody):
@@ -276,7 +276,7 @@ class ResponsesRequest(ChatBody):
         )
 
     def _shown(self) -> Mapping[str, Any]:
-        """Return the fields of the request that its response contains, too."""
+        """Return the fields of the request that the response repeats."""
         reasoning = self.reasoning
         text = self.text.shown() if self.text else {"format": PLAIN, "verbosity": "medium"}
         effort = None if reasoning is None else reasoning.effort

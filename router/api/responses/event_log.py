@@ -23,7 +23,7 @@ MAX_RUNNING_BYTES = 256 << 20
 """Maximum size of the events of all running responses."""
 
 EVENT_OVERHEAD = 128
-"""Bytes of the objects of an event, which count in addition to its text."""
+"""Bytes that count for each event in addition to its text: the size of the Python objects."""
 
 MAX_KEPT_BYTES = 64 << 20
 """Maximum size of the events of all responses that have ended; the oldest are removed."""
@@ -41,10 +41,10 @@ class EventBytes:
         Args:
             tenant: the tenant of the response.
             size: number of bytes.
-            is_required: count them even above the limits.
+            is_required: whether to count the bytes even above the limits.
 
         Raises:
-            ServingError: OVERLOADED if the events of the tenant, or of all, exceed their limit.
+            ServingError: OVERLOADED if the events of the tenant, or of all tenants, exceed a limit.
         """
         used = self._tenants[tenant] + size, self._tenants.total() + size
         if not is_required and (used[0] > MAX_TENANT_BYTES or used[1] > MAX_RUNNING_BYTES):
@@ -58,7 +58,7 @@ class EventBytes:
         self._tenants[tenant] = used[0]
 
     def release(self, tenant: str, size: int) -> None:
-        """Give back the bytes of a response that has ended."""
+        """Subtract the bytes of a response that has ended."""
         self._tenants[tenant] -= size
         if not self._tenants[tenant]:
             del self._tenants[tenant]
@@ -73,9 +73,9 @@ class EventLog:
 
     Attributes:
         events: the events so far, each in pieces of limited size.
-        num_bytes: their size, with `EVENT_OVERHEAD` for each event.
+        num_bytes: size of the events, with `EVENT_OVERHEAD` for each event.
         has_ended: whether no other event follows.
-        readers: set after each new event and at the end.
+        readers: asyncio events that are set after each new event and at the end.
     """
 
     def __init__(self, take: Callable[[int, bool], None] = lambda size, is_required: None) -> None:
@@ -129,7 +129,7 @@ class EventLog:
         self._wake()
 
     def end(self) -> None:
-        """Append no other event."""
+        """Record that no other event follows, and wake the readers."""
         self.has_ended = True
         self._wake()
 
@@ -148,7 +148,7 @@ class EventLogs:
         self._logs: OrderedDict[tuple[str, str], EventLog] = OrderedDict()
 
     def put(self, tenant: str, name: str, log: EventLog) -> None:
-        """Keep the events of a response; remove the oldest ones above the limit."""
+        """Store the log of a response; above the limit, remove the oldest logs."""
         self._logs[tenant, name] = log
         self._num_bytes += log.num_bytes
         while self._num_bytes > self._max_bytes:

@@ -33,7 +33,7 @@ class EventStream:
 
     def __init__(self) -> None:
         self.num_events = 0
-        # The constant JSON before the number, and after the text, of an event for new text.
+        # The constant JSON of a text event: before its sequence number, and after its text.
         self._before = self._after = ""
 
     def event(self, kind: str, members: Iterable[str]) -> Iterator[str]:

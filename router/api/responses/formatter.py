@@ -19,7 +19,7 @@ from penstock.router.errors import ServingError
 from penstock.router.parsers.pieces import CALL, CONTENT, Piece
 from penstock.router.requests.response_stream import Delta
 
-CHARS_PER_FRAGMENT = 4096  # characters per call of the parser, which takes about 2 ms for them
+CHARS_PER_FRAGMENT = 4096  # characters per call of the parser; a call takes about 2 ms
 
 NO_PIECES: tuple[Sequence[Piece], Sequence[str]] = ((), ())
 
@@ -120,7 +120,7 @@ class ResponsesFormatter:
         return self._finished(outcome)
 
     def _finished(self, outcome: Outcome) -> Iterator[str]:
-        """Yield the response, then report that it has ended."""
+        """Yield the response, then pass it to the recorder."""
         body: list[str] = []
         status = outcome.status if outcome.status == "completed" else "incomplete"
         output = self._output.json(status)
@@ -166,7 +166,7 @@ class ResponsesFormatter:
         texts = self._texts.split(delta)
         last = (
             len(delta.tokens) - 1 if delta.finish == "stop" else -1
-        )  # entries of the end token, which has no text
+        )  # index of the end token, whose entry is left out because it has no text
         rows = zip(delta.tokens, texts, delta.logprobs, strict=True)
         for index, (token, text, entry) in enumerate(rows):
             pieces = self._answer.feed(text)
@@ -182,7 +182,7 @@ class ResponsesFormatter:
         entries: Sequence[tuple[int, Logprobs | None]],
         into: list[str],
     ) -> Iterator[tuple[Sequence[Piece], Sequence[str]]]:
-        """Append the log probabilities of the content in `pieces` as JSON, if requested.
+        """Append the log probabilities of the content in `pieces` to `into` as JSON, if requested.
 
         Yields an empty result after each token, so that the caller can pause. Many tokens may
         arrive at once if their text was held back.
@@ -203,7 +203,7 @@ class ResponsesFormatter:
     # ------------------------------------------------------------ events
 
     def chunk(self, delta: Delta) -> Iterator[str]:
-        """Yield the events for some new tokens, and after the last token those of the end."""
+        """Yield the events for some new tokens; after the last token, also the final events."""
         for kind in self._opening:
             yield from self._events.response(kind, self._response.json(Outcome("in_progress")))
         self._opening = ()

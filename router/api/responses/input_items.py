@@ -17,8 +17,8 @@ async def list_page(stored: Sequence[StoredItems], query: Mapping[str, str]) -> 
 
     Args:
         stored: the items of a response's input.
-        query: OpenAI's parameters `limit` (1 to 100), `order` (the newest item is first unless it
-            is `asc`) and `after` (id of the item after which the page begins).
+        query: OpenAI's parameters `limit` (1 to 100), `order` (`desc`, the default, or `asc` for
+            the oldest item first) and `after` (id of the item after which the page begins).
 
     Raises:
         ServingError: INVALID if a parameter is not valid, or if no item has the id.
@@ -45,10 +45,10 @@ async def list_page(stored: Sequence[StoredItems], query: Mapping[str, str]) -> 
 
 
 async def _position_after(lists: Sequence[StoredItems], name: str, step: int) -> tuple[int, int]:
-    """Return the index of the list with an item, and how many of its items a page skips.
+    """Return the index of the list that has an item, and the number of items to skip in this list.
 
     Args:
-        lists: the lists, in the order in which they are listed.
+        lists: the lists, in the order of the page.
         name: id of the item.
         step: 1, or -1 if the last item of a list is listed first.
 

@@ -24,7 +24,7 @@ PERMITTED: Mapping[str, Sequence[Any]] = {
     "caller": ({"type": "direct"},),
     "namespace": (),
 }
-"""Members of items that Penstock does not have, with the values that mean no value."""
+"""Unsupported members of items, each with the values that mean the same as no value."""
 
 
 class TextContent(StrictModel):

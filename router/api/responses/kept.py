@@ -20,7 +20,7 @@ class KeptContent:
 
     Attributes:
         shown: the fields that a response repeats, as the members of a JSON object.
-        num_instructions: bytes of the first message of the chat, if it has the instructions.
+        num_instructions: bytes of the first message if it contains the instructions, else 0.
         instruction_chars: characters of this message.
         ids: ids of the input items that are to be stored, one per line.
         items: these items as JSON, one per line.
@@ -39,11 +39,11 @@ class KeptContent:
         instructions: Sequence[Mapping[str, Any]],
         items: Sequence[Mapping[str, Any]],
     ) -> Self:
-        """Return the texts of a body.
+        """Return the kept texts of a body.
 
         Args:
             shown: the fields that a response repeats.
-            instructions: the message with the instructions, or nothing.
+            instructions: the message with the instructions as a list of one item, or an empty list.
             items: the input items that are to be stored.
         """
         return cls(
@@ -62,7 +62,7 @@ class KeptContent:
 
     @classmethod
     def read(cls, frames: Sequence[bytes]) -> Self:
-        """Return the texts in the frames that `frames` has returned."""
+        """Restore the texts from the result of the method `frames`."""
         head, shown, ids, items = frames
         num_instructions, instruction_chars = json.loads(head)
         return cls(shown, num_instructions, instruction_chars, ids, items)

@@ -15,10 +15,10 @@ KINDS: Mapping[str, str] = {
     CALL: "function_call",
     ARGUMENTS: "function_call",
 }
-"""The type of the item that has pieces of each kind."""
+"""For each kind of piece, the type of the item that contains such pieces."""
 
 CONTENT_TYPES: Mapping[str, str] = {"message": "output_text", "reasoning": "reasoning_text"}
-"""The type of the content part of each type of item that has one."""
+"""For each type of item with a content part, the type of the content part."""
 
 
 class OutputItem:
@@ -30,7 +30,7 @@ class OutputItem:
         index: index of the item in the output.
         name: name of the called function, or empty.
         call_id: id of the call, or empty.
-        logprobs: log probabilities of the tokens, as JSON, one fragment for some tokens.
+        logprobs: log probabilities of the tokens, as one JSON text per token.
     """
 
     def __init__(self, kind: str, name: str, index: int, function: str, call_id: str) -> None:

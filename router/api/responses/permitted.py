@@ -22,13 +22,13 @@ REASONING_VALUES: Mapping[str, Sequence[Any]] = {
     "mode": ("standard",),
     "summary": (),
 }
-"""The same for the members of `reasoning`."""
+"""Unsupported members of `reasoning`, with their accepted values (see `PERMITTED_VALUES`)."""
 
 TEXT_VALUES: Mapping[str, Sequence[Any]] = {"verbosity": ("medium",)}
-"""The same for the members of `text`."""
+"""Unsupported members of `text`, with their accepted values (see `PERMITTED_VALUES`)."""
 
 STREAM_VALUES: Mapping[str, Sequence[Any]] = {"include_obfuscation": (False,)}
-"""The same for the members of `stream_options`."""
+"""Unsupported members of `stream_options`, with their accepted values (see `PERMITTED_VALUES`)."""
 
 LOGPROBS = "message.output_text.logprobs"
 """Value of `include` that adds log probabilities."""

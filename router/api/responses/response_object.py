@@ -13,7 +13,7 @@ ERROR_CODES: Mapping[Code, str] = {
     Code.OVERLOADED: "rate_limit_exceeded",
     Code.INVALID: "invalid_prompt",
 }
-"""The codes of a response's error; all others are `server_error`."""
+"""OpenAI's error code for some of our codes; the other codes become `server_error`."""
 
 EMPTY = ("[]",)
 """The output of a response without items."""
@@ -69,8 +69,8 @@ class ResponseObject:
         Args:
             outcome: the state of the response.
             output: the JSON array of its items.
-            keeps: called with the size of the output; returns whether the response will be stored.
-                By default, it is stored if the body demands it.
+            keeps: called with the size of the output in bytes; returns whether the response will be
+                stored. By default, `is_stored` decides.
         """
         error = outcome.error
         details = {"reason": "max_output_tokens"} if outcome.status == "incomplete" else None

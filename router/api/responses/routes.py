@@ -162,7 +162,7 @@ class ResponsesApi:
         return self._store.get(request.state.tenant, request.path_params["id"])
 
     async def retrieve(self, request: Request) -> Response:
-        """Return a stored response, or one that is generated in the background."""
+        """Return a stored or running response, or its events if the client requests a stream."""
         known = {"stream": ("true", "false"), "include_obfuscation": ("false",)}
         _check_query(request, {**known, "starting_after": None})
         first = _first_event(request)

@@ -68,7 +68,7 @@ class ResponseStore:
             self._remove_oldest(largest)
 
     def get(self, tenant: str, name: str, param: str | None = None) -> StoredResponse:
-        """Return a response of a tenant, which is then the most recently used one.
+        """Return a response of a tenant, and mark the response as the most recently used one.
 
         Args:
             tenant: the tenant.

@@ -77,7 +77,7 @@ class StoredResponse:
         id: id of the response.
         body: the response as JSON, in fragments.
         input: all items before the output; the responses of one conversation share them.
-        output: the output.
+        output: the output items.
         is_complete: whether the response may be continued: it has neither failed nor been canceled.
         is_background: whether it was generated in the background.
     """
@@ -91,7 +91,7 @@ class StoredResponse:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the response. Items that responses share are counted in each of them."""
+        """Bytes of the response. Items that several responses share count for each response."""
         items = sum(each.num_bytes for each in self.conversation)
         return ENTRY_BYTES + sum(map(len, self.body)) + items
 

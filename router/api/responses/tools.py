@@ -14,7 +14,7 @@ DEFAULTS: Mapping[str, Sequence[Any]] = {
     "defer_loading": (False,),
     "output_schema": (),
 }
-"""Members of tools that Penstock does not have, with the values that mean no value."""
+"""Unsupported members of tools, each with the values that mean the same as no value."""
 
 MEMBERS = ("name", "description", "parameters", "strict")
 
@@ -112,7 +112,7 @@ def _allowed(
 
 
 def shown_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return tools in the form of chat completions as a response shows them."""
+    """Convert tools from the form of chat completions to the form of a response."""
     shown = []
     for tool in tools:
         function = tool["function"]

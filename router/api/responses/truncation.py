@@ -8,7 +8,7 @@ from penstock.router.requests.chat import Chat
 from penstock.router.requests.slices import Slices
 
 BEGIN = b'{"role":"'
-"""Start of each message; within texts, quotes are escaped."""
+"""Start of each message. Texts cannot contain it, because their quotes are escaped."""
 
 CALL_ID = b'{"id":"'
 RESULT_ID = b',"tool_call_id":"'
@@ -21,7 +21,7 @@ class MessageStart:
     """The start of a message in the JSON array of a chat's messages.
 
     Attributes:
-        offset: its first byte.
+        offset: offset of the message's first byte.
         role: role of the message.
     """
 
@@ -44,7 +44,7 @@ class ShorterChats:
     offsets: Sequence[int]
 
     def at(self, index: int) -> Chat:
-        """Return one of the chats."""
+        """Return the chat at `index`; index 0 is the longest chat."""
         separator = b"," if len(self.head) > 1 else b""
         messages = self.head + separator + self.chat.messages[self.offsets[index] :]
         # A character takes at least one byte, so bytes are an upper bound.

@@ -17,11 +17,11 @@ FIRST = "FIRST"
 """Terminal: the text at the start of an answer, unless it is only a little white space."""
 
 NEVER = json.dumps("\0")
-"""Expansion that models do not write."""
+"""Expansion that matches only the character NUL, which models do not write."""
 
 
 WHITE_SPACE, MAX_SPACES = " \t\r\n", 8
-"""The white space of `SPACE`."""
+"""The characters of `SPACE`, and their maximum number."""
 
 
 def is_short(space: str) -> bool:
@@ -35,8 +35,8 @@ class CallForm:
 
     Attributes:
         trigger: text or special token with which the calls begin.
-        rest: what follows, as the expansion of a rule.
-        only_first: calls begin only at the start of the answer.
+        rest: expansion for the text after the trigger.
+        only_first: whether the calls may begin only at the start of the answer.
     """
 
     trigger: str
@@ -46,7 +46,7 @@ class CallForm:
 
 @dataclass(frozen=True, slots=True)
 class CallsGrammar:
-    """A grammar of answers, and the notation of the arguments that it refers to."""
+    """A grammar of answers, and the notation of the arguments of calls in the answers."""
 
     text: str
     notation: ArgumentNotation = JSON
@@ -57,8 +57,8 @@ class CallGrammar:
 
     Args:
         names: names of the functions, in the order of the rules of their arguments.
-        special_id: returns the id of the special token that has a text, or None for ordinary text.
-        special_ids: all special tokens.
+        special_id: returns the id of the special token with a given text; None if there is none.
+        special_ids: ids of all special tokens.
         is_parallel: whether an answer may have several calls; if not, it ends after one call.
 
     Attributes:
@@ -103,7 +103,7 @@ class CallGrammar:
         """Return one form per function, for calls that begin the answer.
 
         Args:
-            trigger: returns the text that begins the call of a name.
+            trigger: returns the text that begins a call of the function with a given name.
             rest: expansion for the text after the arguments.
         """
         return [
@@ -177,11 +177,11 @@ class CallGrammar:
     def _after_first(
         self, forms: Sequence[CallForm], known: Sequence[str], special: str, body: str
     ) -> str:
-        """Return the expansion for answers whose reasoning could begin with a special token.
+        """Return the expansion for answers that do not begin with reasoning.
 
-        When a special token comes after white space, the lexer must be in exactly one terminal.
-        Text at the start of an answer therefore has terminals of its own. Reasoning may follow the
-        terminal `SPACE`, but no other text.
+        The start tag of reasoning is a special token. When a special token comes after white space,
+        the lexer must be in exactly one terminal. Text at the start of an answer therefore has
+        terminals of its own. Reasoning may follow only the terminal `SPACE`.
         """
         triggers = [form.trigger for form in forms]
         others = self._special(known[1:], (*triggers, *known))

@@ -15,7 +15,7 @@ PREFIX = "call:"
 
 
 class FunctionGemmaParser(Reader):
-    """Parses one answer of FunctionGemma, which translates the arguments to JSON."""
+    """Parses one answer of FunctionGemma, and translates the arguments to JSON."""
 
     open, close, quote = "<start_function_call>", "<end_function_call>", "<escape>"
     markers = (open, close, quote)

@@ -2,8 +2,8 @@
 
     SECTION_BEGIN CALL_BEGIN functions.NAME:INDEX ARGUMENT_BEGIN {...} CALL_END ... SECTION_END
 
-The index counts the calls of the conversation. Prompts of later requests repeat the id. The id of
-the call in the API is therefore the same.
+The index counts the calls of the conversation. Prompts of later requests repeat the model's id of
+the call, so the API returns the same id.
 """
 
 import re

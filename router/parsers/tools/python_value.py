@@ -7,7 +7,7 @@ _OPENING, _CLOSING = "([{", ")]}"
 
 
 class PythonSpan:
-    """Finds the end of a value: the comma or the parenthesis after it.
+    """Finds the end of a value: the comma or the closing bracket that follows the value.
 
     Attributes:
         is_ended: whether the value is complete.

@@ -98,7 +98,7 @@ class QwenCoderParser(TaggedArgumentsParser):
         return True
 
     def _fail(self) -> bool:
-        """Read the rest of the text as content."""
+        """Add the opening tags as content, and search the text after the tags for calls."""
         self._is_in_block = False
         self._add_content(self._opened)
         self._state = self._start

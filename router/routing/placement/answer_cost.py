@@ -11,7 +11,7 @@ from math import exp
 from penstock.common.worker_load import WorkerLoad
 
 DECAY = 0.99
-"""Each measurement multiplies the weights of the earlier ones by this: about the last 100 count."""
+"""Each measurement multiplies earlier weights by this, so about the last 100 measurements count."""
 CALIBRATED_STEPS = 8.0
 BUSY_MEMORY_SECONDS = 10.0
 """Time constant of the moving average of the share of time that a worker spends on prompts."""
@@ -23,7 +23,7 @@ STALL_TOKENS = 64
 MIN_GAIN = 0.1
 """Fraction by which one worker must be faster than several to get all answers."""
 MAX_GROWTH = 2.0
-"""A single worker's steps are predicted for at most this multiple of their measured mean size."""
+"""The step times of a single worker are predicted up to this multiple of its mean batch size."""
 
 
 class StepTimeModel:
@@ -85,7 +85,7 @@ class StepTimeModel:
 
 
 class AnswerRate:
-    """Measured decode steps of a worker, and the fraction of its time that it computes prompts."""
+    """Measured decode steps of a worker, and the fraction of time in which it computes prompts."""
 
     __slots__ = ("_busy", "_last", "_shared_at", "_sole", "_updated_at", "_with_others")
 
@@ -125,10 +125,10 @@ class AnswerRate:
         return self._sole.is_calibrated or self._with_others.is_calibrated
 
     def knows_both(self, now: float) -> bool:
-        """Return whether there are enough, and recent enough, measurements of both kinds of steps.
+        """Return whether steps with and without other workers have enough measurements.
 
-        The steps are those during which other workers computed, and those without other workers. If
-        one worker generates all answers for a long time, the result becomes False, so that several
+        Measurements of steps during which other workers computed must also be recent. If one worker
+        generates all answers for a long time, the result therefore becomes False, so that several
         workers are tried again. Steps without other workers need no such trial, since they are
         measured whenever the other workers are idle.
         """
@@ -136,7 +136,7 @@ class AnswerRate:
         return is_recent and self._sole.is_calibrated and self._with_others.is_calibrated
 
     def model(self, is_shared: bool) -> StepTimeModel:
-        """Return the model of steps with other workers if `is_shared`, else of steps alone.
+        """Return the model of steps with other workers if `is_shared`, else of steps without them.
 
         If the chosen model has too few measurements, the other model is returned.
         """

@@ -1,4 +1,4 @@
-"""Array operations that compare the workers among which a request is placed by cost."""
+"""Array operations that compare all workers by cost, to place a request."""
 
 from collections.abc import Callable, Sequence
 from operator import attrgetter
@@ -23,7 +23,7 @@ from penstock.router.routing.prefix_cache.worker_slots import bits
 from penstock.router.routing.worker_view import PENALTY_SECONDS, WorkerView
 
 FEW_WORKERS = 8
-"""Up to this many workers, their elements of an array are set one by one."""
+"""For at most this many workers, the elements of an array are set one by one."""
 _by_utilization = attrgetter("by_utilization")
 
 

@@ -20,7 +20,7 @@ class CachedPrefix(Mapping[str, int]):
     Workers without such tokens are absent.
 
     Args:
-        slots: the workers' numbers in `levels`, which must not change while this object is in use.
+        slots: numbers of the workers in `levels`. They must not change while this object is used.
         levels: the workers by depth.
         unit: number of tokens of one depth.
     """
@@ -53,7 +53,7 @@ class CachedPrefix(Mapping[str, int]):
         return num_tokens
 
     def get(self, worker: str, default: Any = None) -> Any:
-        """Return the number of cached leading tokens of a worker, or `default` without any."""
+        """Return the number of cached leading tokens of a worker, or `default` if it has none."""
         slot = self.slots.find(worker)
         if slot is not None:
             for depth, workers in reversed(self.levels):

@@ -13,7 +13,7 @@ from penstock.router.routing.placement.rankings.least_loaded import PENALTY_TOKE
 from penstock.router.routing.worker_view import PENALTY_SECONDS, WorkerView
 
 MAX_CANDIDATES = 8
-"""Number of workers that are kept of a decision, besides the chosen ones."""
+"""Largest number of workers in the report of a decision, besides the chosen ones."""
 
 MANY_WORKERS = 48
 """From this number of workers on, only the least loaded ones and the chosen ones are compared."""

@@ -1,7 +1,7 @@
 """Interface to the workers among which a request is placed, and its plain implementation.
 
 `RolePolicy` chooses roles and asks for the best worker of a role. `ListCandidates` compares all
-workers with a ranking. `ArrayCandidates` gives the same answers for `CostRanking` in less time.
+workers with a ranking. `ArrayCandidates` finds the same workers for `CostRanking` in less time.
 """
 
 from collections.abc import Sequence
@@ -13,9 +13,9 @@ from penstock.router.routing.placement.ranking import Ranking, with_capacity, wi
 from penstock.router.routing.worker_view import WorkerView
 
 Group: TypeAlias = Literal["all", "prompt", "answer", "prefill", "kept"]
-"""All workers; those that compute prompts (prefill, mixed); those that generate answers (decode,
-mixed); those of the role prefill; those of them that may also generate the answers, because no
-operator assigned the role."""
+"""Group of workers: "all"; "prompt" computes prompts (roles prefill, mixed); "answer" generates
+answers (roles decode, mixed); "prefill" has this role; "kept" are the workers of "prefill" that may
+also generate answers, because no operator assigned the role."""
 
 
 class Candidates(Protocol):
@@ -57,7 +57,7 @@ class Candidates(Protocol):
         ...
 
     def colocated_worker(self, costs: DisaggregationPolicy) -> WorkerView | None:
-        """Return the worker that generates answers and computes the prompt at the lowest cost."""
+        """Return the "answer" worker that computes the prompt at the lowest cost, or None."""
         ...
 
     def kept_worker(self) -> WorkerView | None:

@@ -1,4 +1,4 @@
-"""Finds the worker for a prompt quickly if one with a cached prefix is clearly the cheapest.
+"""Finds the worker for a prompt quickly if a worker with cached tokens is clearly the cheapest.
 
 This is the first step of the search for the worker that computes a prompt. It computes the costs of
 the few workers with the longest cached prefixes, and then of those with shorter ones. It stops when
@@ -23,9 +23,9 @@ from penstock.router.routing.worker_view import PENALTY_SECONDS, WorkerView
 FEW_WORKERS = 8
 """Maximum number of workers whose costs are computed."""
 MARGIN = 1e-3
-"""Tokens. A worker is clearly cheaper than another if its cost is lower by more than this."""
+"""A worker is clearly cheaper than another if its cost is lower by more than this many tokens."""
 NEARLY_ONE = 0.95
-"""From this weight on, the second term of the bound is left out, to save time."""
+"""From this weight on, `_least_load` leaves out the term of the queues, to save time."""
 
 
 def cheapest_worker(

@@ -9,7 +9,7 @@ MEMORY_SECONDS = 20.0
 CALIBRATED_SECONDS = 0.5
 """A worker's prefill rate is used after this many seconds of prompt computation."""
 DECAY = 0.98
-"""Each KV transfer multiplies the weights of earlier ones by this; about the last 50 count."""
+"""Each KV transfer multiplies earlier weights by this, so about the last 50 transfers count."""
 CALIBRATED_TRANSFERS = 3.0
 
 

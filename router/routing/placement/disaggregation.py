@@ -10,7 +10,7 @@ time, summed over all affected clients:
               request and once for each running sequence that is delayed
 
 "Together" means a decode worker, or a prefill worker that also generates the answer. In the second
-case, the comparison includes the times to generate the answer there and on the other worker.
+case, the comparison includes the times to generate the answer on this and on the other worker.
 Prefill workers compute all prompts until prefill rates and KV transfers have been measured.
 """
 
@@ -31,21 +31,21 @@ on a prefill worker: a margin, because both costs are estimates."""
 
 
 class Reason(Enum):
-    """Main reason of a decision."""
+    """Main reason of a decision. Each comment begins with the worker that computes the prompt."""
 
-    # A prefill worker computes, since speeds or transfer times are unknown.
+    # Prefill worker: speeds or transfer times are unknown.
     UNMEASURED = "unmeasured"
-    INTERFERENCE = "harm"  # a prefill worker computes, since running sequences would be delayed
-    DECODE_QUEUE = "decode queue"  # a prefill worker computes, since the decode worker has a queue
-    # A prefill worker computes, since running sequences would exceed their time per token.
+    INTERFERENCE = "harm"  # prefill worker: sequences of the decode worker would be delayed
+    DECODE_QUEUE = "decode queue"  # prefill worker: the decode worker has a queue
+    # Prefill worker: sequences of the decode worker would exceed the SLO of the time per token.
     TPOT_SLO = "tpot slo"
-    NO_GAIN = "even"  # a prefill worker computes, since the decode worker is hardly faster
-    # The decode worker computes, since prefill workers have long queues.
+    NO_GAIN = "even"  # prefill worker: the decode worker is hardly faster
+    # Decode worker: prefill workers have long queues.
     PREFILL_QUEUE = "prefill queue"
-    TRANSFER = "transfer"  # the decode worker computes, since the KV transfer takes too long
-    PROMPT = "prompt"  # the decode worker computes, since it is faster
-    ANSWER = "answer"  # a prefill worker also generates the answer, since it is faster
-    CORES = "cores"  # one worker uses all cores of its machine for both prompt and answer
+    TRANSFER = "transfer"  # decode worker: the KV transfer would take too long
+    PROMPT = "prompt"  # decode worker: it computes the prompt faster
+    ANSWER = "answer"  # prefill worker: it also generates the answer, since this is faster
+    CORES = "cores"  # single worker: it uses all cores of its machine for prompt and answer
 
 
 class PrefillDecision(NamedTuple):
@@ -61,7 +61,7 @@ class PrefillDecision(NamedTuple):
 
 
 EXPECTED_TOKENS = 256
-"""Answers count as at most this long, because few reach the limit of their request."""
+"""Largest answer length that estimates assume, because few answers reach their limit."""
 
 ALL_DECISIONS = (
     *(PrefillDecision(True, reason) for reason in list(Reason)[:5]),
@@ -156,7 +156,7 @@ class DisaggregationPolicy:
         decode: WorkerView | None,
         now: float,
     ) -> PrefillDecision | None:
-        """Return the decision that `prefill` computes prompt and answer, or None if it costs more.
+        """Return the decision to compute prompt and answer on `prefill`, or None if it costs more.
 
         Args:
             num_tokens: length of the prompt.
@@ -184,7 +184,7 @@ class DisaggregationPolicy:
     ) -> bool:
         """Return whether a worker's answers stay within the bound of their time per token.
 
-        The new prompt delays these answers while the worker computes it.
+        The answers are delayed while the worker computes the new prompt.
 
         Args:
             num_tokens: length of the prompt.
@@ -249,7 +249,7 @@ class DisaggregationPolicy:
     def _prompt_cost(
         self, num_tokens: int, view: WorkerView, router_queue_tokens: float = 0.0
     ) -> tuple[float, float]:
-        """Return the seconds that a prompt waits for a worker, and those to compute it there."""
+        """Return the seconds that a prompt waits for a worker, and its compute time there."""
         speed, uncached = self._speed(num_tokens, view)
         queued: float = view.backlog_tokens
         # The router's queue includes cached tokens, while the workers' backlogs do not.

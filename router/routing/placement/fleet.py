@@ -32,15 +32,15 @@ MAX_READS = 256
 
 
 class LoadTable:
-    """Loads of all workers as arrays [n], by row. Each `WorkerView` keeps its own row current."""
+    """Loads of all workers as arrays [n], by row. Each `WorkerView` updates its own row."""
 
     def __init__(self, num_workers: int) -> None:
         columns = np.zeros((12, num_workers))
         self.queued = columns[0]  # queued prompt tokens
-        self.reads = columns[1]  # KV tokens that a decode step reads: see `WorkerView.by_cost`
+        self.reads = columns[1]  # cost of a decode step, in KV tokens read (`WorkerView.by_cost`)
         # Cost in prompt tokens: `queued`, plus `reads` for each of `MAX_READS` decode steps.
         self.cost = columns[2]
-        # Sequences that a new prompt would delay, including those of the prompt.
+        # Sequences that a new prompt would delay: those on the worker, and the prompt's own.
         self.delayed = columns[3]
         # Ranks workers of equal cost by their sequences, then by their assigned tokens.
         self.ties = columns[4]
@@ -56,7 +56,7 @@ class LoadTable:
         self.has_new_speeds = True  # whether a speed has changed since `Fleet.speeds` was computed
 
     def rows(self, rows: slice) -> "LoadTable":
-        """Return the columns of consecutive rows, which share the memory of this table."""
+        """Return a table of consecutive rows that shares the memory of this table."""
         part = LoadTable(0)
         for name, column in vars(self).items():
             if isinstance(column, np.ndarray):
@@ -109,8 +109,8 @@ class WorkerGroup(Generic[V]):
 class Fleet(list[V], Generic[V]):
     """The workers of a router.
 
-    A worker that connects, is lost or changes its role leads to a new fleet. Rows are in the order
-    of the workers' kinds, and within a kind in the order of their names.
+    A new fleet is made when a worker connects, is lost or changes its role. Rows are ordered by the
+    kinds of the workers (see `_kind`), and within a kind by name.
     """
 
     def __init__(self, views: Iterable[V]) -> None:

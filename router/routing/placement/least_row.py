@@ -16,7 +16,7 @@ MAX_LIST_WORKERS = 48
 
 
 def least_of(values: Floats) -> float:
-    """Return the smallest element of an array, which takes less time than `min`."""
+    """Return the smallest element of an array, in less time than the method `min`."""
     return values.item(values.argmin())
 
 

@@ -170,7 +170,7 @@ class Placer:
     def _end_if_overdue(
         self, state: RequestState, views: Sequence[WorkerView], out: list[Command], now: float
     ) -> bool:
-        """End a request for which no worker had room for too long; return whether it ended."""
+        """End a request that has waited too long for room on a worker; return whether it ended."""
         is_overdue = self._queue.has_waited_too_long(state.request.id, now)
         if not is_overdue or not any(view.can_wait_for for view in views):
             return False

@@ -62,7 +62,7 @@ class RolePolicy:
 
     Args:
         ranking: chooses the worker within a role.
-        disaggregation: creates the disaggregation policy; replaced only in comparisons.
+        disaggregation: creates the disaggregation policy. Only simulations replace the default.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class RolePolicy:
 
 
 class LeastLoaded(RolePolicy):
-    """Policy that places each prompt at the shortest queue and each answer at the least load.
+    """Policy that places a prompt at the shortest queue, an answer on the least loaded worker.
 
     Args:
         disaggregation: see `RolePolicy`.

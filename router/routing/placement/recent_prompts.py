@@ -76,7 +76,7 @@ class RecentPrompts:
             self.index.clear(worker)
 
     def expire(self, now: float) -> None:
-        """Remove the records that have ended by now."""
+        """Remove the records for which `end` was called at least `KEPT_SECONDS` ago."""
         while self._ending and self._ending[0][0] <= now:
             _, request, worker = self._ending.popleft()
             if self._prompts.get(request, ("",))[0] == worker:

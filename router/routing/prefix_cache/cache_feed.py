@@ -24,7 +24,7 @@ each request, so that a worker that sends wrong events causes little work. It is
 smallest one if no request follows for `MAX_RESYNC_SECONDS` after the end of a pause."""
 
 SNAPSHOT_SECONDS = 10.0
-"""Time limit for a snapshot. Changes that arrive later without it cause another request."""
+"""Time limit for a snapshot. If it is late when changes arrive, the snapshot is requested again."""
 
 
 class _State(Enum):
@@ -65,7 +65,7 @@ class CacheFeed:
         self._feeds: dict[str, _Feed] = {}
 
     def worker_up(self, worker: str, incarnation: str, num_blocks: int, now: float) -> None:
-        """Expect the snapshot of a worker with `num_blocks` blocks whose stream has opened."""
+        """Add a connected worker with `num_blocks` blocks, and wait for its snapshot."""
         self._index.clear(worker)
         self._feeds[worker] = _Feed(incarnation, num_blocks, now)
 

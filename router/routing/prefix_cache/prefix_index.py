@@ -21,7 +21,7 @@ class PrefixIndex:
     Hashes are unsigned 64-bit integers: see `short_hash` of `penstock.common.block_hash`.
 
     Args:
-        slots: the numbers that represent workers in sets, or None for numbers of its own.
+        slots: assigns the slots of workers. If it is None, a new `WorkerSlots` is created.
     """
 
     def __init__(self, slots: WorkerSlots | None = None) -> None:
@@ -202,7 +202,7 @@ class _LooseBlocks:
         self.remove_all((block,), bit)
 
     def remove_all(self, blocks: Sequence[int], workers: Workers) -> None:
-        """Remove blocks of workers, each of which must have all of them."""
+        """Remove `blocks` of `workers`; each worker must have each block."""
         for block in blocks:
             rest = self.workers[block] ^ workers
             if rest:
@@ -226,7 +226,7 @@ class _LooseBlocks:
 
         Returns:
             Pairs, in ascending order, of the index after the last consecutive loose block, and the
-            workers. Other workers are in no pair.
+            workers whose blocks end there. Other workers are in no pair.
         """
         found: list[tuple[int, Workers]] = []
         end = start

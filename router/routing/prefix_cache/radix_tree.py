@@ -94,7 +94,7 @@ class Node:
         Args:
             levels: see `RadixTree.levels`.
             start: index of the first block of this run in the prompt.
-            end: index in the prompt after the last block that this run has in common with it.
+            end: index in the prompt after the last block that prompt and run have in common.
 
         Returns:
             The workers that have all blocks before `end`.
@@ -300,7 +300,7 @@ class RadixTree:
         for block in node.blocks[longest:]:
             del self.nodes[block]
         if longest:
-            # Truncated in place, since a run may be evicted block by block.
+            # Truncate in place: a run may be evicted block by block, and copies would be slow.
             del node.blocks[longest:]
             node.set_blocks(node.blocks)
             assert node.partial is not None

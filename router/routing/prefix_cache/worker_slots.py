@@ -23,7 +23,7 @@ class WorkerSlots:
         self._users: Counter[str] = Counter()  # number of indexes that use a worker's slot
 
     def acquire(self, worker: str) -> int:
-        """Return the slot of a worker to another index. A new worker gets a free slot."""
+        """Return the slot of a worker for one more index. A new worker gets a free slot."""
         self._users[worker] += 1
         slot = self._slots.get(worker)
         if slot is None:

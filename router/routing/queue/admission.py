@@ -17,7 +17,7 @@ class QueueAdmission:
 
     Args:
         queue: the queue of the router.
-        timeouts: the time limits, which also count for the new requests.
+        timeouts: the time limits, which apply to each admitted request.
         states: all open requests, by id.
         reconcile: updates queue and worker views after a request has ended (`Placer.reconcile`).
     """
@@ -37,7 +37,7 @@ class QueueAdmission:
     def admit(self, state: RequestState, out: Commands, now: float) -> None:
         """Make room for a new request in the queue, or refuse the request.
 
-        If the queue is full, requests of the tenant with the largest share are refused instead.
+        If the queue is full, requests of tenants with the largest shares may be refused instead.
         """
         entry = queued_request(state, is_requeued=False)
         wait = self._queue.predicted_wait(entry)

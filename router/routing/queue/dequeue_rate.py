@@ -21,7 +21,7 @@ class DequeueRate:
         # Sums with exponential decay, up to the time when the last request left.
         self._cost = self._seconds = 0.0
         self._measured = 0.0  # the sum of seconds without decay
-        self._counted_until: float | None = None  # None while no request waits
+        self._counted_until: float | None = None  # end of counted time, None if no request waits
 
     def began_to_wait(self, now: float) -> None:
         """Record that a request waits."""

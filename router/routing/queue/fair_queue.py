@@ -23,7 +23,7 @@ from penstock.router.routing.queue.tenant_quotas import Amount, TenantQuotas
 PROMPT_WEIGHT = 1.0  # counter units per prompt token
 OUTPUT_WEIGHT = 2.0  # counter units per generated token
 MAX_TENANTS = 4096
-"""Largest number of tenant counters; the next one replaces the counter idle for longest."""
+"""Largest number of tenant counters; a new counter replaces the one that is idle for longest."""
 
 
 class FairQueue:
@@ -44,7 +44,7 @@ class FairQueue:
         self._entries: dict[int, QueuedRequest] = {}
         self._queues: dict[str, TenantQueue] = {}  # non-empty queue of each waiting tenant
         self._counters: OrderedDict[str, float] = OrderedDict()
-        self._virtual_time = 0.0  # counter that the last dequeued tenant had
+        self._virtual_time = 0.0  # counter of the tenant whose request was dequeued last
         self._rate = DequeueRate()
 
     def __len__(self) -> int:

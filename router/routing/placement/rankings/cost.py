@@ -20,7 +20,7 @@ from penstock.router.routing.worker_view import WorkerView
 
 PROMPT_WEIGHT = 2.5
 SIMILAR_UTILIZATION = 0.05
-"""A decode worker may have this much more of its capacity in use if it saves a KV transfer."""
+"""A decode worker may have this much more of its capacity in use if its cache saves a transfer."""
 
 _by_load = LeastLoadedRanking()
 
@@ -64,5 +64,5 @@ class CostRanking:
 
 
 def read_cost_of(demand: Demand) -> float:
-    """Return the total cost of one KV token that the decode steps of an answer read."""
+    """Return the total cost of reading one KV token in all decode steps of an answer."""
     return KV_READ_COST * max(min(demand.num_remaining - 1, MAX_READS), 0)
