@@ -24,7 +24,7 @@ class ClusterSecrets:
 
     # Workers accept only connections from routers that send this token.
     token: str = field(repr=False)
-    # The secret key from which block hashes are computed (see `root_hash`).
+    # Secret key with which block hashes are computed (see `root_hash`).
     hash_key: bytes = field(repr=False)
 
     @classmethod

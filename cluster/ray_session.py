@@ -108,7 +108,7 @@ class RaySession:
             ray.init(address=self._address, log_to_driver=False, logging_level=logging.ERROR)
 
     def is_alive(self) -> bool:
-        """Return False if a local Ray has lost its GCS server or its raylet."""
+        """Return True unless this is a local Ray that has lost its GCS server or its raylet."""
         return all(map(is_alive, self._vital))
 
     def _start_local(self) -> None:
@@ -118,7 +118,7 @@ class RaySession:
         self._folder = Path(tempfile.mkdtemp(prefix="penstock-", dir=parent))
         # Without a token, Ray would generate one and write it to a file in the home folder.
         os.environ.update(_LOCAL_SETTINGS, RAY_AUTH_TOKEN=secrets.token_hex(32))
-        # Ray read its environment variable for this at import, so set the constant as well.
+        # Ray read RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER at import, so set its constant as well.
         ray_constants.ENABLE_RAY_CLUSTER = False
         ray_services.ConsolePopen = self._start_process
         for name in UNUSED_PROCESSES:

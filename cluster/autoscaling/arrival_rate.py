@@ -7,7 +7,7 @@ from collections import deque
 from typing import NamedTuple
 
 BURST_SECONDS = 5.0
-"""Shortest time over which the rate of a burst is averaged, so that one long prompt is no burst."""
+"""Shortest interval over which a burst's rate is averaged, so that one long prompt is no burst."""
 
 
 class Rates(NamedTuple):

@@ -10,8 +10,8 @@ desired size of a pool is the larger of two terms, the queue term and the occupa
   `headroom` times the difference between this burst and the average rate. Bursts are remembered
   longer if workers start slowly.
 - Prefill with a TTFT SLO: the largest burst is replaced by the smallest size that would have
-  computed nearly all recent prompts in time (see `late_work`). At first, a share of the initial
-  size is kept as well. This share decreases with time.
+  computed nearly all recent prompts in time (see `late_work`). At first, a pool also keeps at least
+  a share of its initial size. This share decreases with time.
 - Decode, queue term: (running + waiting sequences) / sequences that a worker can run at once.
 - Decode, occupancy term: sum of the KV usage of all workers / target KV usage.
 
@@ -34,7 +34,7 @@ CALIBRATED_SECONDS = 1.0
 MEMORY_COLD_STARTS = 20
 """Number of cold starts for which a burst is remembered, so that slow starts keep bursts longer."""
 INITIAL_SIZE_FADE_SECONDS = 7200.0
-"""Seconds in which the share of the initial size that is kept falls linearly to 0."""
+"""Seconds in which the kept share of a pool's initial size falls linearly to 0."""
 NEARLY_FULL = 0.9
 """If this share of a mixed pool's sequence limit is used, queued requests count as decode load."""
 MAX_WORKERS = 10**6
@@ -63,7 +63,7 @@ class ScalingPolicy:
     up: float = 15.0  # the size of a pool at most doubles within this time
     down: float = 120.0  # a pool shrinks once it has needed fewer workers for this long
     down_step: float = 15.0  # minimum time between the drains of two workers of a pool
-    # Spare workers are kept for this fraction of the largest burst minus the average rate.
+    # Fraction of (largest burst - average rate) for which spare workers are kept.
     headroom: float = 0.25
     # Share of the initial size that is kept at first. If it is 0, `headroom` is used instead.
     hedge: float = 0.0
@@ -81,8 +81,8 @@ TTFT_SLO_POLICY = ScalingPolicy(rate_window=60.0, down=30.0, down_step=5.0, hedg
 """The scaling policy for clusters with a TTFT SLO.
 
 Routers order queued prompts by deadline, so that a burst makes few prompts late. A worker that is
-started for a burst serves only after the burst. The pool is therefore kept so large that most
-recent deadlines would have been met. At first, it also keeps most of its initial size.
+started for a burst serves only after the burst. A pool therefore keeps enough workers to have met
+nearly all recent deadlines. At first, it also keeps most of its initial size.
 """
 TTFT_SLO_WAIT_SECONDS, TTFT_SLO_UTILIZATION = 4.0, 0.95
 """Values of `PoolLimits.wait_seconds` and `PoolLimits.busy` in clusters with a TTFT SLO."""

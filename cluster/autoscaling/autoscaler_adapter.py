@@ -1,4 +1,4 @@
-"""Connects the autoscaler to a cluster: builds its limits and inputs, and reports its status.
+"""Builds the limits and the inputs of the autoscaler, and reports the autoscaler's status.
 
 This module does no I/O and reads no clock. The supervisor provides the workers and their phases.
 The routers provide their queues and the last reported load of each worker.
@@ -185,7 +185,7 @@ class AutoscalerAdapter:
 def reassigned_workers(
     state: snapshot.ClusterState, placements: Sequence[WorkerPlacement]
 ) -> frozenset[str]:
-    """Return the workers whose role, set by an operator, differs from the role of their pool."""
+    """Return the names of the workers to which operators gave another role than their pool's."""
     own = {each.name: each.role for each in placements}
     given = {name: each.role for name, each in state.roles.items() if name in own}
     return frozenset(name for name, role in given.items() if role != own[name])

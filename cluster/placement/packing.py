@@ -150,7 +150,7 @@ class _TopologySearch:
         self._values = sorted(self._free, key=lambda v: (-self._free[v][0], -self._free[v][1], v))
 
     def on_one_value(self, goal: Sequence[PlacementRequest]) -> PackingResult | None:
-        """Pack all workers, those of `goal` on nodes with one label value.
+        """Pack all workers. Place those of `goal` on nodes that share one label value.
 
         Return None if no label value has room for all workers of `goal`.
         """
@@ -158,9 +158,9 @@ class _TopologySearch:
         return next((found for found in attempts if found is not None), None)
 
     def on_fewest_values(self, goal: Sequence[PlacementRequest]) -> PackingResult | None:
-        """Pack all workers, those of `goal` on nodes with as few label values as possible.
+        """Pack all workers. Place those of `goal` on nodes with as few label values as possible.
 
-        Try 2 or more values, but not all of them. Return None if this is not possible.
+        Try 2 or more values, but not all of them. Return None if no such number is enough.
         """
         # Bisect, because nodes with more label values nearly always have room for more workers.
         # The range excludes the set of all label values, which would give no locality.
@@ -173,9 +173,9 @@ class _TopologySearch:
     def _attempt(
         self, goal: Sequence[PlacementRequest], values: Sequence[str]
     ) -> PackingResult | None:
-        """Pack all workers, those of `goal` on nodes with one of `values`.
+        """Pack all workers. Place those of `goal` on nodes whose label value is in `values`.
 
-        Return None if this is not possible.
+        Return None if these nodes lack room, or if the result would be rejected.
         """
         if not self._may_do(goal, values):
             return None
@@ -288,7 +288,7 @@ def _assign_nodes(request: PlacementRequest, nodes: Sequence[NodeCapacity]) -> b
 def _best_node(
     request: PlacementRequest, nodes: Sequence[NodeCapacity], used: Sequence[NodeCapacity]
 ) -> NodeCapacity | None:
-    """Return the best node for the next stage of a worker whose other stages are on `used`."""
+    """Return the best node for a worker's next stage, or None. Earlier stages are on `used`."""
     fitting = [node for node in nodes if _fits(request, node)]
     if request.pool.stages == "spread":
         fitting = [node for node in fitting if node not in used]

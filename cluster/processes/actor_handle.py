@@ -133,7 +133,7 @@ class ActorHandle:
         self._events_task.cancel()
         if self._ping_task is not None:
             self._ping_task.cancel()
-        # Ray only sends a message, which a process stopped by SIGSTOP never reads.
+        # `ray.kill` only sends a message, which a process stopped by SIGSTOP never reads.
         ray.kill(self._actor)
         if self._process is not None:
             process_id.kill(self._process)
@@ -161,7 +161,7 @@ class ActorHandle:
 
     async def _is_responsive(self) -> bool:
         ping = asyncio.create_task(self._ping())
-        # If this process itself was paused, a wait may end although the reply has arrived.
+        # If this process itself was paused, a wait may time out although the reply has arrived.
         # Two waits of half the timeout are safe, because the second wait finds such a reply.
         for _ in range(2):
             done, _ = await asyncio.wait({ping}, timeout=self._ping_timeout / 2)

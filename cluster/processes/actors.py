@@ -48,17 +48,17 @@ NO_RAY_RESTARTS = {"max_restarts": 0, "max_task_retries": 0}
 def freeze_heap() -> None:
     """Collect garbage once and exclude all present objects from later garbage collections.
 
-    The present objects live as long as the process. A full collection would scan them, which would
-    pause all response streams (for 0.3 s in a worker).
+    The present objects live as long as the process. A full collection that scans them would pause
+    all response streams (for 0.3 s in a worker).
     """
-    gc.unfreeze()  # `importing` has also frozen objects that are garbage
+    gc.unfreeze()  # `importing` may have frozen objects that are garbage now
     gc.collect()
     gc.freeze()
 
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Import libraries without garbage collections, and exclude their objects from later ones.
+    """Disable garbage collection during imports; exclude their objects from later collections.
 
     The imports of a worker create hundreds of thousands of objects and almost no garbage. Garbage
     collections would take a fifth of the imports' CPU time.
@@ -135,7 +135,7 @@ class WorkerActor(_ProcessActor):
     async def open_rendezvous(self, config: "WorkerConfig") -> str:
         """Open the rendezvous through which the worker's ranks connect, and return its address.
 
-        Rank 0 of a worker with several ranks calls this before `start`.
+        If a worker has several ranks, `RankGroup` calls this at rank 0 before `start`.
 
         Raises:
             ActorFailed: the rendezvous could not be opened.

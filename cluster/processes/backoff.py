@@ -1,4 +1,4 @@
-"""Delays before a dead process is restarted, and before a process is tried again after giving up.
+"""Delays before a dead process is restarted, and before a given-up process is tried again.
 
 This module reads no clock. The caller passes the times.
 """
@@ -18,7 +18,7 @@ LONGEST_PAUSE = 900.0
 class RestartBackoff:
     """Computes the delays before one process is restarted, from its recent deaths."""
 
-    deaths: int = 0  # number of deaths in a row, each within `STEADY_SECONDS` of becoming ready
+    deaths: int = 0  # failed starts, and deaths within `STEADY_SECONDS` of becoming ready, in a row
     failed_starts: int = 0  # number of failed starts in a row
 
     def after_failed_start(self) -> float | None:

@@ -30,7 +30,7 @@ def child_environment(
 
     Args:
         wanted: the environment with which Ray would start the process.
-        inherited: the environment of this process. Variables of `wanted` that differ from it were
+        inherited: the environment of this process. Variables with another value in `wanted` were
             set by Ray, so they are kept.
         pass_env: names of further variables to pass on.
         secret: names of variables with API keys. They are never passed on.

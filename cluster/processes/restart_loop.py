@@ -35,7 +35,7 @@ class Managed(Protocol):
         ...
 
     def make(self) -> ProcessHandle:
-        """Create a new process without starting it."""
+        """Create a new process, but do not start the router or worker in it yet."""
         ...
 
     async def on_ready(self, address: Any) -> None:

@@ -40,7 +40,7 @@ def key_variables(spec: ClusterSpec) -> set[str]:
 
 
 def check_access(spec: ClusterSpec, has_keys: bool) -> None:
-    """Raise `SpecError` if the routers would serve other machines without API keys."""
+    """Raise `SpecError` if other machines can connect without a key, unless `allow_anonymous`."""
     router = spec.router
     for name, host in (("host", router.host), ("admin_host", router.admin_host)):
         if is_loopback(host) or has_keys or router.allow_anonymous:

@@ -8,7 +8,7 @@ from penstock.cluster.spec.spec import ClusterSpec
 
 
 def with_chat_template(spec: ClusterSpec) -> ClusterSpec:
-    """Return a specification in which `chat_template` is the text of the template, not its file.
+    """Return the specification with the text of the chat template in place of its file name.
 
     The file is read here, once, because routers may run on other nodes. As in vLLM, a value with a
     brace or a line break is the template itself.

@@ -76,7 +76,7 @@ def record(kind: type[T], content: Any, where: str = "", moved: Mapping[str, str
             records.
         content: values by field name. A missing field keeps its default.
         where: dotted path of `content` for error messages, or "" at the top.
-        moved: hints about what to write in place of settings of older files, by dotted path.
+        moved: for settings that only older files have, what to write instead, by dotted path.
 
     Raises:
         SpecError: a value is wrong. The message is one line with the path of the first wrong value.
@@ -165,7 +165,7 @@ _WRONG = object()
 def _typed(value: Any, kind: Any) -> Any:
     """Return `value` with the type `kind`, or `_WRONG` if its type is wrong.
 
-    Only an int is converted to float, and a list to tuple.
+    The only conversions are from int to float and from list to tuple.
     """
     if get_origin(kind) is UnionType:
         return next((r for k in get_args(kind) if (r := _typed(value, k)) is not _WRONG), _WRONG)

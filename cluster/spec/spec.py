@@ -1,7 +1,7 @@
 """The specification of a cluster as frozen dataclasses, read from a YAML file, from flags, or both.
 
 `ModelSpec` has the settings of a model, and `PoolSpec` the settings of a pool's workers. The other
-classes apply to the whole cluster. Errors about unknown keys and invalid values contain the path.
+classes apply to the whole cluster. Errors about keys and values contain the dotted path of the key.
 """
 
 from collections.abc import Mapping

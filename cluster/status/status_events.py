@@ -76,7 +76,7 @@ class Serving:
     http: str
     grpc: str
     admin: str  # address of the HTTP server for operators
-    # The HTTP, gRPC and operators' address of each other router.
+    # The HTTP, gRPC and operators' addresses of all routers except the first.
     others: Sequence[tuple[str, str, str]] = ()
 
 

@@ -41,7 +41,7 @@ def retry_metadata(seconds: float) -> Metadata:
 def to_call_error(error: Exception) -> CallError:
     """Return the status for an exception that a method has raised.
 
-    An exception that shows a bug is also logged.
+    Any exception other than a CallError is a bug, so it is logged and becomes INTERNAL.
     """
     if isinstance(error, CallError):
         return error

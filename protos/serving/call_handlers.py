@@ -1,4 +1,4 @@
-"""Handlers of gRPC calls. If a message is malformed, or an error occurs, the call gets a status."""
+"""Handlers of gRPC calls. A malformed message or an exception ends the call with a status."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable

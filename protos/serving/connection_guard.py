@@ -1,11 +1,12 @@
-"""Bounds the open connections of each address to a gRPC port.
+"""Limits the open connections of each client address to a gRPC port.
 
-gRPC bounds the connections of a port in all, but not for each address: one client could keep all
-others from connecting. gRPC accepts connections in threads of its own and shows Python only their
-calls. A thread therefore looks at the sockets of this process. A connection beyond its address's
-bound is shut down in the kernel, and gRPC then sees the same as when the client disconnects.
+gRPC limits the total number of connections of a port, but not the number of each address, so one
+client could prevent all others from connecting. gRPC accepts connections in threads of its own and
+shows Python only their calls. A thread therefore checks the sockets of this process. If an address
+exceeds its limit, the thread shuts down the address's newest connections in the kernel. To gRPC,
+these clients then seem to have disconnected.
 
-This needs Linux; on other systems, connections are bounded in all only.
+This needs Linux; on other systems, only the total number of connections is limited.
 """
 
 import os
@@ -22,10 +23,10 @@ DESCRIPTORS = "/proc/self/fd"
 """Folder with an entry for each open file descriptor of this process."""
 
 LOOK_SECONDS = 0.25
-"""Pause between two checks. After a refusal it is left out, to make it hard to refill the port."""
+"""Pause between two checks. After a refusal, there is none, so that the port is hard to refill."""
 
 PAUSE_PER_SECOND = 10.0
-"""Additional pause per second of CPU time of a check, which bounds the share of a core it uses."""
+"""Additional seconds of pause per CPU second of a check; limits the checks' share of a core."""
 
 
 class ConnectionGuard:
@@ -44,8 +45,8 @@ class ConnectionGuard:
         self._port = port
         self._max_per_address = max_per_address
         self._refused = refused
-        # The client's network of each socket that was seen, by inode. "" means that the socket is
-        # not counted. Descriptors are reused at once, inodes only after 2**32 others.
+        # For each known socket, by inode number, the client's network, or "" if the socket is not
+        # counted. Descriptor numbers are reused at once, inode numbers only after 2**32 others.
         self._known: dict[int, str] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="connections", daemon=True)
@@ -72,7 +73,7 @@ class ConnectionGuard:
         if num_descriptors() <= self._max_per_address:
             return
         known: dict[int, str] = {}
-        new: dict[int, int] = {}  # by inode, since the copy of another guard may be open
+        new: dict[int, int] = {}  # by inode, since another guard may hold a copy open
         for descriptor in map(int, os.listdir(DESCRIPTORS)):
             inode = _socket_inode(descriptor)
             if inode in self._known:
@@ -94,12 +95,12 @@ class ConnectionGuard:
             return
         try:
             connection = socket.socket(fileno=copy)
-        except OSError:  # reused, not for a socket
+        except OSError:  # the descriptor was reused, but not for a socket
             os.close(copy)
             return
         with connection:
             inode = _socket_inode(copy)
-            if inode in self._known:  # the number now belongs to another socket, a counted one
+            if inode in self._known:  # the descriptor was reused for a known socket
                 return
             network = self._client_of(connection)
             if network and num_open[network] >= self._max_per_address:
@@ -116,7 +117,7 @@ class ConnectionGuard:
             return ""
         try:
             own, peer = connection.getsockname(), connection.getpeername()
-        except OSError:  # it listens, or the client has disconnected
+        except OSError:  # a listening socket, or the client has disconnected
             return ""
         return client_network(peer[0]) if own[1] == self._port else ""
 
@@ -128,7 +129,7 @@ def num_descriptors() -> int:
 
 
 def _socket_inode(descriptor: int) -> int:
-    """Return the inode of a socket; 0 if the descriptor is closed, or not of a socket."""
+    """Return the inode number of a socket, or 0 if the descriptor is closed or not a socket."""
     try:
         status = os.fstat(descriptor)
     except OSError:

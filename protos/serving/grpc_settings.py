@@ -1,10 +1,10 @@
-"""Sets an option of gRPC in routers and workers; imports nothing of gRPC."""
+"""Sets an option of gRPC in routers and workers, without importing gRPC."""
 
 import os
 
 EXPERIMENTS = "-event_engine_client,-event_engine_listener"
-"""By default, gRPC reads its sockets on the threads of a pool, which hand each message to another
-thread, which waits for messages. With these experiments off, the waiting thread reads the sockets
+"""By default, gRPC reads sockets in a pool of threads. These threads hand each message to another
+thread that waits for messages. With the experiments off, the waiting thread reads the sockets
 itself. This saves a tenth of a router's CPU time per token (docs/performance.md).
 
 gRPC will remove both experiments. The version that pyproject.toml requires has them; a version

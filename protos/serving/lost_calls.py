@@ -15,8 +15,8 @@ type mean that the server used gRPC in a wrong way."""
 class _LostCalls(logging.Filter):
     """Drops gRPC's error records of replies that could not be sent, and logs DEBUG records instead.
 
-    A reply cannot be sent after the client has disconnected or its deadline has expired. If gRPC
-    learns of this only while it sends the reply, it logs an error with a traceback.
+    A reply cannot be sent after the client has disconnected or the call's deadline has expired. If
+    gRPC learns of this only while it sends the reply, it logs an error with a traceback.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
