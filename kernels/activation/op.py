@@ -43,7 +43,7 @@ def silu_and_mul_reference(gate_up: Tensor) -> Tensor:
 
 
 def silu_and_mul_batch_invariant(gate_up: Tensor) -> Tensor:
-    """Batch-invariant `silu_and_mul`: the result for an element does not depend on its index."""
+    """Batch-invariant `silu_and_mul`: a result does not depend on the element's index."""
     if use_triton(gate_up):
         return _gated(gate_up, "silu")
     if _runs_on_cpu_kernel(gate_up):
@@ -54,7 +54,7 @@ def silu_and_mul_batch_invariant(gate_up: Tensor) -> Tensor:
 
 
 def gelu_tanh_and_mul_batch_invariant(gate_up: Tensor) -> Tensor:
-    """Compute `gelu_tanh_and_mul`, with the numba loops of the CPU step graph if they apply."""
+    """Compute `gelu_tanh_and_mul`; on a CPU, float32 uses the loops of the CPU step graph."""
     if not use_triton(gate_up) and _runs_on_cpu_kernel(gate_up):
         return _gate_cpu(gate_up, is_gelu=True)
     return gelu_tanh_and_mul(gate_up)

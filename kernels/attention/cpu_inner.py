@@ -231,8 +231,8 @@ def _chains(
 ) -> Any:  # fmt: skip
     """Return the partial scores of two vectors of query rows with four keys.
 
-    The features `first`, `first` + 8, `first` + 16, ... are added. A vector holds the same feature
-    of VECTOR_WIDTH query rows.
+    A partial score sums the products of the features `first`, `first` + 8, `first` + 16, ... A
+    vector holds the same feature of VECTOR_WIDTH query rows.
     """
     a0 = a1 = b0 = b1 = c0 = c1 = d0 = d1 = splat_wide(_f32(0))
     for i in range(first, head_dim, 8):

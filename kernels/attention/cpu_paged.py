@@ -90,9 +90,9 @@ def _page_at(
 
 @inner()
 def _line_at(page: int, chunk: int, size: int) -> int:
-    """Return the offset of part `chunk` of a page whose parts have `size` elements each.
+    """Return the offset of chunk number `chunk` of a page; each chunk has `size` elements.
 
-    `page` is the offset of the page, or -1 if there is no page; the result is then -1 too.
+    `page` is the offset of the page, or -1 if there is no page. Without a page, return -1.
     """
     return page + chunk * size if page >= 0 else -1
 
@@ -316,9 +316,9 @@ def _paged_attention(
 def compile_paged_attention(rows: str) -> Any:
     """Compile `_paged_attention` for a cache whose flat array has numba's dtype `rows`.
 
-    The returned function takes the arguments of `_paged_attention`. Callers must pass `num_threads`
-    as a keyword argument. It is torch's number of threads, because numba and torch share one OpenMP
-    pool.
+    The returned function takes the arguments of `_paged_attention`. Callers must pass torch's
+    number of threads as the keyword argument `num_threads`, because numba and torch share one
+    OpenMP pool.
     """
     signature = (
         f"void(float32[:,:,:], {rows}[::1], int64, int64, int64, int32[:,::1], int32[:,::1], int64,"

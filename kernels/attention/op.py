@@ -144,7 +144,7 @@ def reads_bf16(layer: Tensor) -> bool:
 def _shared_positions(context_lens: Ints, block_tables: Ints, block_size: int) -> int:
     """Return the number of positions in the blocks that all sequences share as a prefix.
 
-    The block with the last position of the shortest sequence does not count.
+    The block with the last position of the shortest sequence is not counted.
     """
     width = int(context_lens.min() - 1) // block_size
     if not width or (block_tables[:, 0] != block_tables[0, 0]).any():

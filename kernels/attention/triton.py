@@ -12,15 +12,14 @@ values.
 If an item has all positions of its rows, it writes the result. Otherwise, it writes a partial
 result, and `merge_kernel` merges the partial results of a sequence in the order of positions. The
 merge is a second launch. The last program to finish could do the merge instead, with the same order
-of sums. But this would need counters that are zero before each replay of a CUDA graph and registers
-for the merge in every program, and its memory order could not be tested without a GPU.
+of sums. But every program would then need registers for the merge, and counters would have to be
+zero before each replay of a CUDA graph. The memory order could not be tested without a GPU.
 
 With SPLIT, an item computes all positions of its rows, in partitions of SPLIT positions, each with
 its own accumulators. It merges their results in the order that `merge_kernel` uses with
 BLOCK_P = 1. The result for a token is then bitwise identical whether one item computes all
-partitions or each partition is an item. This requires that all tiles have one size and that the
-compiler does not fuse multiply-adds, because it may fuse them differently at each place in a
-program.
+partitions or each partition is an item. This requires that all tiles have one size. The
+compiler must not fuse multiply-adds, because it may fuse them differently in the two cases.
 
 Exponentials have base 2, so scores are multiplied by log2(e). As long as a row has attended to no
 position, its maximum score is MASKED, a finite number, so that -inf - (-inf) is never computed.
@@ -45,7 +44,7 @@ def _as_floats(x, dtype: tl.constexpr):
 
 @jit
 def _store_result(out, at, features, sinks, heads, most, total, acc, present, kept):
-    """Store the result of a tile's rows, whose partial results are `most`, `total` and `acc`."""
+    """Store the results of a tile's rows, computed from `most`, `total` and `acc`."""
     LOG2_E: tl.constexpr = 1.4426950408889634
     if sinks is not None:
         sink = tl.load(sinks + heads, mask=present, other=0.0).to(tl.float32) * LOG2_E
@@ -176,8 +175,8 @@ def _attend_item(  # noqa: C901
                 start, stop = all_low, all_high
             else:
                 start, stop = all_high, high
-            # Each iteration loads the block numbers of the next iteration.
-            # Triton copies a tile ahead only if no load in the same iteration computes its address.
+            # Each iteration loads the block numbers of the next iteration. Triton prefetches a tile
+            # only if no load in the same iteration computes the tile's address.
             ahead = start + tl.arange(0, BLOCK_N)
             next_block = tl.load(table + ahead // S, mask=ahead < high, other=0)
             for at in tl.range(start, stop, BLOCK_N):
@@ -293,7 +292,7 @@ def attend_kernel(
     # positions per partition if one item computes all its partitions; otherwise 0
     SPLIT: tl.constexpr,
     SHORT: tl.constexpr,  # mask every tile instead of only the edges, for short items or wide tiles
-    PERSISTENT: tl.constexpr,  # a program computes all items of a worker; if False, one item
+    PERSISTENT: tl.constexpr,  # True: a program computes all items of a worker; False: one item
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,  # D rounded up to a power of two

@@ -38,9 +38,9 @@ class DeviceWork(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """Launch for a shared prefix, which is read once for the whole batch.
+    """Arguments of the launch that attends to a shared prefix once for the whole batch.
 
-    All tokens of the batch are treated as one sequence that follows the prefix.
+    The launch treats all tokens of the batch as one sequence that follows the prefix.
     """
 
     batch: Batch
@@ -58,7 +58,7 @@ class Layout:
     work: DeviceWork
     in_order: bool  # see `StepWork`
     merge_tokens: int
-    # partial rows without the prefix. A captured graph has the maximum of all its steps.
+    # Partial rows, without those of the prefix; for a captured graph, the maximum of all its steps.
     num_partial_rows: int
     prefix: Prefix | None
 
@@ -93,7 +93,7 @@ class AttentionCall:
         num_tokens, num_heads, head_dim = self.out.shape
         prefix, work = layout.prefix, layout.work
         num_shared = prefix.num_partitions if prefix else 0
-        # Allocate at least one row: the same compiled kernel then runs without partial results.
+        # Allocate at least one row, so that steps without partial results use the same kernel.
         size = max(1, layout.num_partial_rows + num_shared * num_tokens)
         device = self.query.device
         partials = Partials(
@@ -119,7 +119,7 @@ class AttentionCall:
         partials: Partials | None,
         worker_starts: Tensor | None = None,
     ) -> None:
-        """Launch `attend_kernel`: a program per item, or a persistent grid of workers.
+        """Launch `attend_kernel` with one program per item or, with `worker_starts`, per worker.
 
         Without `partials`, an item computes all its partitions in order.
         """

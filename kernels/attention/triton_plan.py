@@ -2,7 +2,7 @@
 
 Work items are made on the host from the lengths of the step (`attention/work_items`) and copied to
 the device without waiting. A captured CUDA graph reads them from buffers of fixed sizes, which
-`TiledPlanner.prepare` fills before each replay, so that one graph is valid for all contexts.
+`TiledPlanner.prepare` fills before each replay, so that one graph is valid for all context lengths.
 
 With `one_path`, results are batch-invariant: all tiles have one size, partitions are cut at fixed
 positions and merged in order, and multiply-adds are not fused.
@@ -47,8 +47,8 @@ RESIDENT_WARPS = 8
 persistent grid has as many programs as fit with this number of warps."""
 
 CHUNK_WAVES = 2
-"""Number of programs of split chunks, divided by the number that run at a time. With a ratio of 1,
-the last programs would often start a second wave."""
+"""Number of programs of split chunks, divided by the number of programs that run at a time. With a
+ratio of 1, the last programs would often start a second wave."""
 
 
 class Lengths(NamedTuple):
@@ -154,7 +154,7 @@ class TiledPlan:
         return Layout(shape, few, chunk, on_device, work.in_order, merge_tokens, num_rows, prefix)
 
     def _tiles(self, query: Tensor, layer: Tensor) -> tuple[Tiles, Tiles]:
-        """Return (tile sizes for few rows, tile sizes for chunks)."""
+        """Return the tile sizes for sequences with few query rows, and those for chunks."""
         chip, width = device_info(query), power_of_2(query.shape[2])
         if self.one_path:
             fixed = batch_invariant_tiles(chip, width, query.itemsize, layer.itemsize)

@@ -1,20 +1,20 @@
 """Work items of the attention kernels, made on the host from the lengths of a step (pure numpy).
 
 An item is a row tile of one sequence and a range of its positions; a program of `attend_kernel`
-computes it for one KV head. If a sequence has several ranges (partitions), its items write partial
-results, which `merge_kernel` merges in the order of positions.
+computes an item for one KV head. If a sequence has several ranges (partitions), its items write
+partial results, which `merge_kernel` merges in the order of positions.
 
 - Few rows: the query rows of the sequence fit into one tile, as in decode. A fixed number of
-  workers computes these items, each a contiguous part of the list (a persistent grid). Contexts are
-  cut where one worker's share ends and the next one's begins, so all shares are equal, and there
-  are few partial results whatever the contexts.
-- Chunks: one item per row tile. If these are too few for the device, as for a short chunk behind a
-  long cached prefix, contexts are cut into partitions of one length, so that the number of programs
-  fills the device.
+  workers computes these items, and each worker computes a contiguous range of the list (a
+  persistent grid). Contexts are cut only where the range of a worker ends. The work of all workers
+  is therefore equal, and the number of partial results is small for any context lengths.
+- Chunks: one item per row tile. A short chunk after a long cached prefix has too few tiles to fill
+  the device. Contexts are then cut into partitions of one length, so that the programs fill the
+  device.
 
 With `one_path`, the partitions of a sequence must not depend on the batch or the device. Contexts
-are cut at the multiples of SPLIT only. A chunk is either computed by these items as well, or by
-items that compute all partitions in order: results are bitwise identical.
+are cut at the multiples of SPLIT only. A row tile of a chunk has either one item per partition,
+or one item that computes all partitions in order. The results are bitwise identical.
 """
 
 from typing import NamedTuple, TypeAlias
@@ -44,7 +44,7 @@ ALL = np.iinfo(np.int32).max
 
 
 class WorkShape(NamedTuple):
-    """The heads, the tiles and the device on which work items depend, besides a step's lengths."""
+    """Sizes that determine the work items of a step, together with the lengths of the step."""
 
     num_kv_heads: int
     group: int  # query heads per KV head
@@ -153,8 +153,8 @@ def decode_capacity(
 ) -> tuple[int, int]:
     """Return the maximum number of items, and of partial rows, of a decode step.
 
-    `num_rows` is the number of sequences. Without `one_path`, the results do not depend on the
-    contexts.
+    `num_rows` is the number of sequences. Without `one_path`, both maxima are independent of
+    `max_context` and `window`.
     """
     if one_path:
         most = -(-max_context // SPLIT)
@@ -214,9 +214,9 @@ def _uncut(chosen: npt.NDArray[np.bool_]) -> _Pieces:
 
 
 def _cut(low: Ints, high: Ints, chosen: npt.NDArray[np.bool_], size: int) -> _Pieces:
-    """Cut the ranges [low, high) of the chosen sequences into pieces of `size` positions.
+    """Cut the ranges [low, high) of the chosen sequences into partitions of `size` positions.
 
-    The first piece of a sequence begins at a multiple of SPLIT, at or before `low`.
+    The first partition of a sequence begins at a multiple of SPLIT, at or before `low`.
     """
     first = low // SPLIT * SPLIT
     counts = -(-(high - first) // size) * chosen
@@ -227,10 +227,10 @@ def _cut(low: Ints, high: Ints, chosen: npt.NDArray[np.bool_], size: int) -> _Pi
 
 
 def _cut_evenly(low: Ints, high: Ints, tiles: Ints, num_workers: int) -> _Pieces:
-    """Divide the ranges [low, high) of all sequences into equal shares, one per worker.
+    """Divide the ranges [low, high) of all sequences equally among the workers.
 
-    `tiles` is the number of row tiles of each sequence. It is 0 for sequences to leave out. All
-    other sequences have the same number.
+    `tiles` is the number of row tiles of each sequence. It is 0 for sequences that are left out,
+    and the same number for all other sequences.
     """
     first = low // QUANTUM
     counts = (-(-high // QUANTUM) - first) * (tiles > 0)
@@ -247,9 +247,9 @@ def _cut_evenly(low: Ints, high: Ints, tiles: Ints, num_workers: int) -> _Pieces
 def _partial_rows(
     pieces: _Pieces, lengths: Ints, first_row: int, all_merged: bool
 ) -> tuple[Ints, Ints, int]:
-    """Return each piece's first partial row (-1: none), `StepWork.merges`, and the next free row.
+    """Return the first partial row of each partition (-1: none), `merges`, and the next free row.
 
-    Sequences with one piece have no partial rows, unless `all_merged`.
+    Sequences with one partition have partial rows only if `all_merged` is set.
     """
     counts = np.bincount(pieces.sequence, minlength=len(lengths))
     counts *= counts > (0 if all_merged else 1)
@@ -263,7 +263,7 @@ def _partial_rows(
 
 
 def _items(pieces: _Pieces, rows: Ints, tiles: Ints) -> Ints32:
-    """Return an item for each row tile of each piece, [I, 5]."""
+    """Return an item for each row tile of each partition, [I, 5]."""
     counts = tiles[pieces.sequence]
     piece = np.repeat(np.arange(len(counts)), counts)
     tile = np.arange(len(piece)) - (np.cumsum(counts) - counts)[piece]
@@ -274,7 +274,7 @@ def _items(pieces: _Pieces, rows: Ints, tiles: Ints) -> Ints32:
 def _worker_starts(costs: Ints, num_workers: int) -> Ints32:
     """Return the first item of each worker, then the number of items: [W + 1].
 
-    The total cost is divided into equal shares. A worker gets the items that start in its share.
+    The list is divided into ranges of equal cost. A worker gets the items that start in its range.
     """
     ends = np.cumsum(costs)
     quota = max(1, -(-int(ends[-1]) // num_workers)) if len(costs) else 1

@@ -126,8 +126,8 @@ def split_bf16x3(typing, a, b):
     """Split each float32 of two vectors into three bfloat16 parts whose sum is the float32.
 
     The result is three vectors, one per part. Each 32-bit word holds a part of `a` in its lower
-    half and a part of `b` in its upper half. A part is the remaining value without its last 16
-    bits. The part is then subtracted from the remaining value.
+    half and a part of `b` in its upper half. The first part is the upper 16 bits of the
+    value. The remainder after subtracting this part is split in the same way.
     """
 
     def code(context, builder, signature, arguments):

@@ -1,9 +1,9 @@
 """Make numba optimize and assemble whole programs instead of each function separately.
 
 By default, numba runs all LLVM passes over each jitted function and generates its machine code, and
-repeats both for every caller into which the function is linked. For functions that only compiled
-code calls, this is unnecessary: their IR is linked into the outermost caller, and it is enough to
-optimize and assemble this caller once. For the loops of this package, this halves the compile time.
+repeats both for every caller into which the function is linked. This is unnecessary for functions
+that only compiled code calls: their IR is linked into the outermost caller, and it is enough to
+optimize and assemble this caller once. The change halves the compile time of this package's loops.
 
 numba has no option for this, so this module depends on internals of the pinned numba version. With
 any other version, the module changes nothing, and compiling takes longer.
@@ -50,7 +50,7 @@ class LateLibrary(codegen.JITCodeLibrary):
     def get_pointer_to_function(self, name: str) -> int:
         """Return the address of a function, or 0 if the library does not define it."""
         self._ensure_finalized()
-        # Only the function that contains a parallel loop calls the loop's body.
+        # A parallel loop's body needs no address: only the function with the loop calls the body.
         if "__numba_parfor_gufunc" in self.name or not self._defines(name):
             return 0
         self._assemble()
@@ -87,8 +87,8 @@ class LateLibrary(codegen.JITCodeLibrary):
 def _are_equal(flags: TargetConfig, other: object) -> Any:
     """Return whether two sets of compiler flags are equal; replaces `TargetConfig.__eq__`.
 
-    The options that were set are compared first. Comparing all defaults is slow, so it is done only
-    if these options differ.
+    The options that were set are compared first. Defaults are compared only if these options
+    differ, because comparing all defaults is slow.
     """
     if not isinstance(other, TargetConfig):
         return NotImplemented

@@ -123,7 +123,7 @@ def entry(signature: str, **options: Any) -> Callable[[Callable[..., None]], Ent
 
 
 def load_entries(*entries: Entry) -> None:
-    """Compile the given functions, or load them from disk."""
+    """Compile the functions `entries`, or load them from disk."""
     for each in entries:
         each.load()
 

@@ -1,4 +1,4 @@
-"""Helpers for the loops of the CPU step graph: arrays at an address, and the share of a thread."""
+"""Helpers for the loops of the CPU step graph: arrays at an address, and ranges per thread."""
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def"
 

@@ -122,7 +122,7 @@ def load_e4m3_as_f32(typing, array, at):
 
 @simd_intrinsic
 def float_of_bits(typing, bits):
-    """Return the float32 with the bits of an integer; higher bits are ignored."""
+    """Reinterpret the lower 32 bits of an integer as a float32."""
 
     def code(context, builder, signature, arguments):
         return builder.bitcast(builder.trunc(arguments[0], ir.IntType(32)), ir.FloatType())

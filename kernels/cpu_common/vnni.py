@@ -1,8 +1,8 @@
 """Numba intrinsics for products of 8-bit integers with AVX-512 VNNI.
 
-One instruction (VPDPBUSD) adds to each of 16 int32 sums the four products of unsigned and signed
-bytes in the same 32-bit word. The instruction does not saturate, so sums that fit in int32 are
-exact.
+The operands of an instruction (VPDPBUSD) are vectors of 16 32-bit words: four unsigned bytes per
+word, four signed bytes per word, and int32 sums. The four products of a word are added to the
+word's sum. The instruction does not saturate, so sums that fit in int32 are exact.
 """
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def"
@@ -99,7 +99,7 @@ def _start_totals(builder, num_rows: int, first, column) -> list[list[Any]]:
 
 
 def _load_weights(builder, given, at, ahead: int) -> list[Any]:
-    """Emit loads of four inputs' weights of all 64 outputs, and prefetches."""
+    """Emit loads of the weights of four inputs for all 64 outputs; also prefetch later weights."""
     columns = []
     for c in range(TILES_ACROSS):
         index = builder.add(at, constant(c * _TILE_BYTES))
@@ -111,7 +111,7 @@ def _load_weights(builder, given, at, ahead: int) -> list[Any]:
 
 
 def _add_products(builder, totals, columns, inputs, at, width) -> None:
-    """Emit `totals += four inputs of each row * columns`."""
+    """Emit additions to `totals` of the products of each row's four inputs and `columns`."""
     function = ir.FunctionType(WORDS, [WORDS] * 3)
     name = "llvm.x86.avx512.vpdpbusd.512"
     called = cgutils.get_or_insert_function(builder.module, function, name)

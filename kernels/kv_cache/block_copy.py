@@ -60,7 +60,7 @@ def scatter_blocks(kv: Tensor, blocks: Tensor, layers: slice, heads: slice, stag
 
 
 def copy_blocks(kv: Tensor, sources: Tensor, targets: Tensor) -> None:
-    """Copy whole blocks. All sources are read before any target is written.
+    """Copy all layers and heads of blocks. All sources are read before any target is written.
 
     `sources` and `targets` are [n] int64 block numbers on the cache's device. Targets must be
     distinct.
@@ -76,7 +76,7 @@ def copy_blocks(kv: Tensor, sources: Tensor, targets: Tensor) -> None:
 
 
 def _indexable(kv: Tensor) -> Tensor:
-    """Return FP8 codes as uint8: torch does not index float8 on every device."""
+    """Return 8-bit codes as uint8, because torch does not index float8 on every device."""
     return kv.view(torch.uint8) if kv.itemsize == 1 else kv
 
 

@@ -7,11 +7,11 @@ multiplied by fixed odd random numbers r, and the products are summed modulo 2^6
 also multiplied separately, because the top bits of a word only affect the top bits of the word's
 product modulo 2^64.)
 
-The data is hashed in two levels: each chunk of CHUNK words with the same numbers, which stay in the
-cache of a CPU core, then the chunks' hashes with other numbers. Last, the number of bytes times a
-constant is added. The probability that a change is missed is about 2^-63 for most changes. It is
-largest, about 2^-32, if two words of a chunk differ in bit 31 only, or in bit 63 only. The checksum
-protects against faults, not against forgery.
+The data is hashed in two levels. First, each chunk of CHUNK words is hashed, all chunks with the
+same random numbers, which stay in the cache of a CPU core. Then the hashes of the chunks are hashed
+with other random numbers. Last, the number of bytes times a constant is added. Most changes are
+missed with a probability of about 2^-63. The largest probability is about 2^-32, if two words of a
+chunk differ in bit 31 only, or in bit 63 only. The checksum detects faults, but not forgery.
 
 All devices compute the same checksum, because an integer sum does not depend on the order of its
 terms.

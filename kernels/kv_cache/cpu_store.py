@@ -48,7 +48,7 @@ def store_kv(head: Floats, rows: Any, slot: int, block_size: int) -> None:
 def scale_bits(head: Floats, per_code: Any) -> Any:
     """Return the bits of a head's scale: its largest absolute value * `per_code`, rounded up.
 
-    A head with a NaN gives NaN. A scale above float16 gives infinity.
+    A head with a NaN gives NaN. A scale above the largest float16 gives infinity.
     """
     # Compare |x| as integers: the bits have the same order as the floats, with NaN largest.
     bits, most = head.view(np.int32), np.int32(0)

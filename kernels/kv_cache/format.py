@@ -1,15 +1,15 @@
 """Formats of the KV cache: floats, or 8-bit codes with one scale per token and KV head.
 
 A **page** is the keys or the values of one block and one KV head: S slots of D features. The cache
-of all layers is [L, sides, N, H, S, W] contiguous, and [S, W] are the elements of a page. `W` is
-`KvCacheFormat.slot_elements(D)`:
+of all layers is [L, sides, N, H, S, W] contiguous, and [S, W] are the elements of a page. There are
+two sides, keys and values, but only one for MLA. `W` is `KvCacheFormat.slot_elements(D)`:
 
 - Floats (W = D): a slot is a row of D elements.
 - Codes (W = D + 2): the page holds S rows of D codes, then S float16 scales, one per slot. The
-  last two dimensions are therefore only the size of a page; `codes` and `scales` are the views to
-  index. Whole pages can be copied as bytes.
+  last two dimensions therefore only give the size of a page. To index codes or scales, use the
+  views that `codes` and `scales` return. Whole pages can be copied as bytes.
 
-A feature of a slot is its code times the slot's scale. `quantize` defines code and scale; they
+A feature of a slot is its code times the slot's scale. `quantize` defines codes and scales, which
 depend only on the D features of the same token and head. All implementations give the same bits.
 """
 
@@ -28,7 +28,7 @@ SCALE_BYTES = torch.float16.itemsize
 
 @dataclass(frozen=True, slots=True)
 class KvCacheFormat:
-    """How a KV cache stores a feature, and how many bytes it needs."""
+    """The format in which a KV cache stores features, and the sizes that follow from the format."""
 
     name: str  # value of `kv_cache_dtype`
     dtype: torch.dtype  # dtype of the cache's elements; identifies the format
@@ -102,8 +102,8 @@ def num_features(layer: Tensor) -> int:
 def flat_array(cache: Tensor) -> npt.NDArray[Any]:
     """Return a contiguous cache on a CPU as a flat array, which CPU loops read and write.
 
-    Its dtype identifies the format: float32, the bits of bfloat16 as uint16, the bits of FP8 codes
-    as uint8, or INT8 codes as int8.
+    The dtype of the array identifies the format: float32, the bits of bfloat16 as uint16, the bits
+    of FP8 codes as uint8, or INT8 codes as int8.
     """
     raw = cache.view(-1).view(torch.uint8).numpy()
     return raw.view(format_of(cache.dtype).array_dtype)
@@ -131,7 +131,7 @@ def scales(cache: Tensor) -> Tensor:
 
 
 def slot_views(cache: Tensor) -> tuple[Tensor, ...]:
-    """Return views [..., S, n] of a cache [..., S, W]: together, they hold all contents of a slot.
+    """Return views [..., S, n] of a cache [..., S, W] that together hold all contents of each slot.
 
     There is one view for floats. For codes with scales there are two: codes, as uint8 because few
     operations of torch support float8, and scales.
@@ -145,10 +145,10 @@ def quantize(x: Tensor, form: KvCacheFormat) -> tuple[Tensor, Tensor]:
     """Quantize each row of `x` [..., D] with its own scale; the reference of all implementations.
 
     The scale is the largest absolute value divided by the largest code, rounded up to float16. No
-    code is therefore clipped, and `dequantize` is wrong by at most half a unit of the code times
-    the scale: scale / 2 for INT8; for FP8 2^-4 of the value, or 2^-10 scale if that is more. A row
-    with NaN or infinity, or with a scale above float16, gets a scale of NaN or infinity, so that
-    `dequantize` gives no finite value for it.
+    code is therefore clipped. The error of `dequantize` is at most scale / 2 for INT8. For FP8, the
+    error is at most the larger of 2^-4 |value| and 2^-10 scale. A row with NaN or infinity, or with
+    a scale above the largest float16, gets a scale of NaN or infinity, so that `dequantize` gives
+    no finite value for this row.
 
     Returns:
         Codes [..., D] of the format's dtype, and scales [...] float16.

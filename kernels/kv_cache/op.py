@@ -44,8 +44,8 @@ def slot_rows(slots: Tensor, layer_shape: torch.Size) -> Tensor:
         layer_shape: [2, N, H, S, W].
 
     Returns:
-        With Triton, `slots` itself. Otherwise [T, 2 H] int64 numbers page * S + offset, where a
-        page is one side, block and head of the layer; key heads come first.
+        With Triton, `slots` itself. Otherwise [T, 2 H] int64 numbers page * S + offset, key heads
+        first. A page is the keys or the values of one block and head.
     """
     if use_triton(slots):
         return slots

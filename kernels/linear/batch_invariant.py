@@ -5,7 +5,7 @@ Therefore the last bits of a result depend on the batch. Here the order of summa
 on the number of rows: the K inputs are divided into slices (split-K), each slice is accumulated in
 float32 from its first input to its last, and the slices are added in order. With few rows, each
 slice has its own program, and a second kernel adds the slices. With many rows, one program computes
-all slices in turn. Both ways give bitwise identical results.
+all slices in turn. Both methods give bitwise identical results.
 
 x [T, K], weight [N, K], bias [N] and y [T, N] have one dtype: float32 (multiplied as float32, never
 TF32), float16 or bfloat16. `batch_invariant_bmm` computes one such product per head in one launch.

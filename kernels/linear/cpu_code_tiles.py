@@ -1,7 +1,8 @@
 """Numba intrinsics that multiply rows of x by the codes of one panel, for CPUs with AVX-512.
 
-Codes are converted to float32 in registers, and each converted vector is multiplied by all rows of
-the tile. `cpu_dequantizing` describes the arguments and the order of summation.
+A "code" is always a quantized weight here. Codes are converted to float32 in registers, and each
+converted vector is multiplied by all rows of the tile. `cpu_dequantizing` describes the arguments
+and the order of summation.
 """
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def"
@@ -43,9 +44,9 @@ _ROWS, _COLUMNS = (1, 2, 4, 6, TILE_ROWS), range(0, PANEL, LANES)
 
 @dataclass(frozen=True, slots=True)
 class _Packing:
-    """The layout of codes: units of 2 or 4 bytes contain successive inputs of one output."""
+    """The layout of codes: a unit of 2 or 4 bytes has one output's codes for successive inputs."""
 
-    bits: int  # of a code
+    bits: int  # bits per code
     unit: ir.IntType
     units: int  # number of units per step of `step_inputs`
 
@@ -93,7 +94,7 @@ class _Tile:
 
 
 def _tile_intrinsic(kind: int, emit: Callable[[Any, int, int, _Tile], None]):
-    """Return an intrinsic; `emit` emits its code for a tile of a number of rows of `_ROWS`."""
+    """Return an intrinsic. `emit` emits its instructions for each number of rows in `_ROWS`."""
 
     @simd_intrinsic
     def multiply(
@@ -138,7 +139,7 @@ def _tile_intrinsic(kind: int, emit: Callable[[Any, int, int, _Tile], None]):
 def multiply_group(kind: int):
     """Return an intrinsic for inputs of one group; see `_tile_intrinsic`.
 
-    The inputs are whole steps of `step_inputs`. Their products are summed without the scale, and
+    The number of inputs is a multiple of `step_inputs`. Products are summed without the scale, and
     each sum is multiplied by the scale when it is added to `sums`.
     """
     return _tile_intrinsic(kind, _emit_group)
@@ -204,7 +205,7 @@ def _emit_scattered(builder, kind: int, num_rows: int, tile: _Tile) -> None:
 
 
 def _value(builder, kind: int, word, position: int, zeros: dict[int, Any], table):
-    """Emit code number `position` of each unit, minus its zero point; FP8: divided by 2^8."""
+    """Emit the code at index `position` of each unit, minus its zero point; FP8: divided by 2^8."""
     if kind == FP8:
         return _e4m3(builder, word, position)
     bits = _packing(kind).bits
@@ -251,7 +252,7 @@ def _permuted(builder, table, indices):
 
 
 def _zeros(builder, kind: int, tile: _Tile, group, bits: Sequence[int]) -> list[dict[int, Any]]:
-    """For each vector of outputs and each `at` of `bits`, emit 2^(23 - at) + zero point."""
+    """Emit 2^(23 - at) + zero point, for each vector of outputs and each `at` of `bits`."""
     if kind not in (INT4, INT8):
         return [{} for _ in _COLUMNS]
     found = []
@@ -309,7 +310,7 @@ def _zero_totals(builder, num_rows: int) -> list[list[Any]]:
 
 
 def _numbered(totals: list[list[Any]]) -> list[tuple[int, Any]]:
-    """Return the variables with the indices of their first elements in [num_rows, PANEL]."""
+    """Return each variable, with the index of the variable's first element in [num_rows, PANEL]."""
     return [
         (r * PANEL + c, total)
         for r, row in enumerate(totals)

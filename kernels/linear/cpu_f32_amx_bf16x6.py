@@ -3,9 +3,9 @@
 Each float32 is split into three bfloat16 parts (`cpu_common/amx.split_bf16x3`). A float32 product
 is the sum of six products of parts; the other three products are below the last bit of a float32
 (Henry, Tang and Heinecke, "Leveraging the bfloat16 artificial intelligence datatype for
-higher-precision computations", 2019). Rows of x are split in advance. Panels are split in strips of
-16 columns, one step of 32 inputs at a time, during the multiplications of the previous step
-(software pipelining).
+higher-precision computations", 2019). Rows of x are split in advance. The weights of
+each step (32 inputs of some 16-column strips) are split during the multiplications of the previous
+step (software pipelining).
 
 Four accumulator tiles are used at once: 64 rows by 16 columns, 32 by 32, or 16 by 64.
 """
@@ -144,9 +144,9 @@ def _block_of(num_rows: int, num_columns: int, for_rows: int) -> Any:
     def meanwhile(
         panels: Floats, at: Any, b: Floats, to: int, later: Any, prefetch_next: bool, piece: int
     ) -> None:
-        """Split piece number `piece` of the strips at `at`.
+        """Split the words of the strips at `at` that belong to piece number `piece` of a step.
 
-        With `prefetch_next`, also prefetch the same piece of the strips at `later`.
+        With `prefetch_next`, also prefetch the same words of the strips at `later`.
         """
         first, last = piece * words, (piece + 1) * words
         for c in range(num_columns):
@@ -160,7 +160,7 @@ def _block_of(num_rows: int, num_columns: int, for_rows: int) -> Any:
         prefetch_next: bool, num_steps: int, b: Floats, side: int, before: Floats, before_at: int,
         y: Floats, y_at: int, width: int,
     ) -> int:  # fmt: skip
-        """Add the products of all steps to `before` and store the sums to y.
+        """Add the products of all steps to the initial sums `before`, and store the sums to y.
 
         Return the half of `b` (0 or 1) that holds the split columns of the next call.
 
@@ -202,7 +202,7 @@ _tall, _square, _wide = _block_of(4, 1, 1), _block_of(2, 2, 2), _block_of(1, 4, 
 
 @inner()
 def _columns_at(column: int, num_columns: int, num_inputs: int, begin: int) -> Any:
-    """Return `_column_at` of four strips from `column` on; the last strip replaces missing ones."""
+    """Return `_column_at` of the four strips from `column` on, limited to the last strip."""
     return (
         _column_at(min(column, num_columns - 1), num_inputs, begin),
         _column_at(min(column + 1, num_columns - 1), num_inputs, begin),

@@ -24,7 +24,7 @@ from penstock.kernels.cpu_common.simd import (
 Floats = npt.NDArray[np.float32]
 
 TILE_ROWS, PANEL = 8, 3 * VECTOR_WIDTH
-"""Rows and columns of a tile. Its sums, one row of a panel and one input fill the registers."""
+"""Rows and columns of a tile. A tile's sums, a panel's row and one input fill the registers."""
 
 BLOCK_K = 192
 """Inputs per partial sum. This part of a panel stays in cache while all row tiles use it."""
@@ -86,7 +86,7 @@ def _sum_four_chunks(
     """Multiply inputs [begin, end) of one row by four panels; store `before` + sums to y.
 
     The first panel begins at index `at`, and the panels are `step` apart. Reading four panels at
-    once gets more memory bandwidth than reading one.
+    once reaches a higher memory bandwidth than reading one panel.
     """
     s0 = s1 = s2 = s3 = _zero_sums()
     for k in range(begin, end):

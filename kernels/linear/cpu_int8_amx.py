@@ -123,7 +123,7 @@ def _square(
 ) -> None:  # fmt: skip
     """Compute up to 32 rows of y for half a block (32 columns).
 
-    prefetch_next: prefetch weights for later calls.
+    prefetch_next: whether to prefetch weights that later calls read.
     """
     at, column = (
         block * num_inputs * BLOCK_COLUMNS + half * 2 * TILE,

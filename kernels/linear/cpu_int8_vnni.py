@@ -1,7 +1,7 @@
 """AVX-512 VNNI loops of `cpu_packed_int8`, compiled by numba, for CPUs without AMX.
 
-They read the weights in the order of the AMX loops. The int32 sums are exact and are scaled by the
-same operations, so the results are bitwise those of `cpu_int8_amx`.
+The VNNI loops read the weights in the same order as the AMX loops. The int32 sums are exact and are
+scaled by the same operations, so the results are bitwise identical to those of `cpu_int8_amx`.
 """
 
 # mypy: disable-error-code="no-untyped-call"

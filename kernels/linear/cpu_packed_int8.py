@@ -6,8 +6,8 @@ the other rows. Each sum is multiplied first by the weights' scale, as in oneDNN
 activations' scale.
 
 W [N, K] is stored in the order in which AMX reads it: blocks of 64 outputs; in each block, steps of
-64 inputs; in each step, four tiles of 16 outputs. VNNI reads the same order. Both give the same
-bits.
+64 inputs; in each step, four tiles of 16 outputs. The VNNI loops read the same order. AMX and
+VNNI give bitwise identical results.
 """
 
 from dataclasses import dataclass, field

@@ -9,10 +9,10 @@ When a model is loaded, its weights are rearranged once into one of these CPU fo
   so `pack_batch_invariant` tests it, and pads the rows if the test fails;
 - INT8, with one scale s_w per weight row, and one scale s_x per activation row that is computed at
   run time: y = s_x s_w (x / s_x)₈ (W / s_w)₈ᵀ, where ()₈ rounds to 8 bits. The int32 sums are
-  exact, so the result for a row does not depend on other rows. AMX or AVX-512 VNNI is used if the
-  CPU supports it (`cpu_packed_int8`), otherwise FBGEMM. oneDNN with VNNI is used for inputs that
-  the tiles of `cpu_packed_int8` do not divide. With FBGEMM, activations are quantized to 7 bits,
-  because FBGEMM's products of 8 by 8 bits saturate.
+  exact, so the result for a row does not depend on other rows. CPUs with AMX or AVX-512 VNNI use
+  `cpu_packed_int8` if K is a multiple of its tile size, and oneDNN with VNNI otherwise. Other CPUs
+  use FBGEMM. With FBGEMM, activations are quantized to 7 bits, because FBGEMM's products of 8 by 8
+  bits saturate.
 
 On a GPU, this module offers only `pack_batch_invariant` (see `batch_invariant`).
 """
@@ -99,7 +99,7 @@ def pack_batch_invariant(weight: Tensor, bias: Tensor | None) -> PackedLinear:
 
 
 _fixed_by_itself: dict[tuple[int, ...], bool] = {}
-"""Results of `_is_batch_invariant` for oneDNN, by (N, K, number of threads)."""
+"""Results of `_is_batch_invariant` for oneDNN layers; the key is (N, K, number of threads)."""
 
 
 def _is_batch_invariant(product: PackedLinear, num_inputs: int) -> bool:
@@ -110,7 +110,7 @@ def _is_batch_invariant(product: PackedLinear, num_inputs: int) -> bool:
 
 
 def batch_invariant_unsupported_reason(device: torch.device, dtype: torch.dtype) -> str:
-    """Return why `pack_batch_invariant` is not supported; an empty string if it is supported."""
+    """Return the reason why `pack_batch_invariant` is not supported, or "" if it is supported."""
     if runs_kernels(device):
         return "" if dtype in FLOATS else f"a GPU needs float32, float16 or bfloat16, not {dtype}"
     if device.type != "cpu":
@@ -139,7 +139,7 @@ def supports_onednn(weight: Tensor) -> bool:
 
 
 def int8_unsupported_reason(device: torch.device, dtype: torch.dtype) -> str:
-    """Return why INT8 linear layers are not supported; an empty string if they are supported."""
+    """Return the reason why INT8 linear layers are not supported, or "" if they are supported."""
     if device.type != "cpu":
         return f"INT8 linear layers run on CPUs only, not on {device.type}"
     if dtype != torch.float32:
@@ -176,7 +176,7 @@ class FbgemmInt8Linear:
 
     packed: Any  # weights in FBGEMM's opaque layout
     bias: Tensor | None
-    steps: int  # largest quantized activation: 63 or 127
+    steps: int  # largest quantized activation, see `activation_qmax`
 
     def __call__(self, x: Tensor) -> Tensor:
         largest = x.abs().amax(-1, keepdim=True).clamp_min_(torch.finfo(x.dtype).tiny)

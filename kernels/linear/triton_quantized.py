@@ -109,8 +109,8 @@ def _dequantizing_matmul_kernel(
     x_rows = x + rows.to(tl.int64)[:, None] * x_row
     output_groups = outputs.to(tl.int64)[:, None] * num_groups
     acc = tl.zeros((TILE_ROWS, TILE_OUTPUTS), tl.float32)
-    # Load the group numbers of a tile one iteration before they are used.
-    # Triton copies scales ahead only if no load in the same iteration computes their addresses.
+    # Load the group numbers of a tile one iteration early. Triton prefetches scales only if no load
+    # in the same iteration computes the addresses of the scales.
     in_tile = tl.arange(0, TILE_INPUTS)
     if ONE_GROUP:
         next_group = tl.load(groups)
@@ -182,7 +182,7 @@ def tiles_for(dtype: torch.dtype, num_rows: int, one_group: bool) -> Tiles:
     return Tiles(
         rows=FEW_ROWS if num_rows <= FEW_ROWS else MANY_ROWS,
         outputs=64,
-        # For float32 or a group per input, larger tiles would spill registers.
+        # Larger tiles would spill registers for float32, and for inputs of several groups per tile.
         inputs=TILE_INPUTS if one_group and not is_wide else TILE_INPUTS // 2,
         num_warps=4,
         num_stages=2 if is_wide else 3,
@@ -190,7 +190,7 @@ def tiles_for(dtype: torch.dtype, num_rows: int, one_group: bool) -> Tiles:
 
 
 def tuned_for(x: Tensor, kind: int, one_group: bool, tiles: Tiles) -> Tiles:
-    """Return the tiles that were tuned for this device in place of `tiles`, if there are any.
+    """Return the tiles that were tuned for this device, or `tiles` if none were tuned.
 
     Args:
         x: the input of the layer.

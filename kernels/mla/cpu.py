@@ -43,7 +43,7 @@ def mla_attention_cpu(
     wide[:, :, rank:] = query[:, :, query_dim:]
     for head, up in enumerate(keys_up):
         wide[:, head, :rank] = up(query[:, head, :query_dim])
-    # `attend_` expects values as wide as keys. The last P features of `sums` are therefore unused.
+    # `attend_` computes values as wide as keys, so the last P features of `sums` are unused.
     sums = torch.empty_like(wide)
     plan.attend_(sums, wide, layer, ScoreMod(scale))
     return torch.stack([up(sums[:, head, :rank]) for head, up in enumerate(values_up)], 1)

@@ -100,7 +100,7 @@ def attend_expanded_(
     value_dim = values_up.shape[1]
     latents, shared_key = rows[:, :rank], rows[:, rank:]
     mask = None if mask is None else mask.to(query.dtype)
-    # Pad keys or values to equal width, as torch's fused attention requires.
+    # Pad keys or values, because torch's fused attention requires equal widths.
     width = max(query.shape[2], value_dim)
     padded = functional.pad(query, (0, width - query.shape[2])).transpose(0, 1)
     for heads in _head_groups(len(keys_up), 2 * len(rows) * width * rows.itemsize):

@@ -109,7 +109,7 @@ def topk_softmax(op: Longs, arena: Floats, ints: Longs, num_rows: int, me: int, 
 
 @inner()
 def _num_written(num_rows: int) -> int:
-    """Return the number of rows, with padding, that a product of `num_rows` rows may access."""
+    """Return the number of rows that a product of `num_rows` rows may access, with padding rows."""
     if num_rows <= 1:
         return num_rows
     high = 8 if num_rows <= 16 else ALIGNMENT
@@ -164,8 +164,8 @@ def unpermute_sum(
 ) -> None:
     """Compute the weighted sum of each token's expert outputs, in the order of the choices.
 
-    The output of the shared expert, if any, is added. If the shared expert has a gate, the output
-    is multiplied by the gate's sigmoid first. Threads split the columns.
+    The output of a shared expert, if there is one, is added. If the shared expert has a gate, this
+    output is first multiplied by the gate's sigmoid. The columns are divided among the threads.
     """
     dim, top_k, shared_at, gate_at = op[X_WIDTH], op[TOP_K], op[SHARED], op[SHARED_GATE]
     first, last = partition(dim // 16, me, count)

@@ -24,7 +24,7 @@ def expert_groups(
 
 
 def is_here(experts: Tensor, num_experts: int) -> Tensor:
-    """Return which choices have an expert in [0, num_experts)."""
+    """Return a mask: True for choices whose expert is in [0, num_experts)."""
     return (experts >= 0) & (experts < num_experts)
 
 

@@ -14,9 +14,9 @@ registers. A token's choices are summed in order. Only the tile size makes a row
 other rows, because the tile size follows the mean number of rows per expert; `fixed_tiles` removes
 this dependency.
 
-If the experts are divided among ranks, each rank computes the choices of its own experts, with
-their numbers counted from its first expert. Other choices add nothing, and the ranks' results are
-summed. The host reads nothing for this, so a CUDA graph can capture it.
+If the experts are divided among ranks, each rank numbers its experts from 0 and computes only the
+choices of these experts. Other choices add nothing, and the ranks' results are summed. The host
+reads no tensor for this division, so a CUDA graph can capture the launches.
 """
 
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ from penstock.kernels.triton_common.launch import use_triton
 
 @dataclass(frozen=True, slots=True)
 class GatedActivation:
-    """The gated activation between an expert's two linear layers: see `kernels/activation`."""
+    """The gated activation between an expert's two linear layers (see `kernels/activation`)."""
 
     kind: Literal["silu", "gelu", "clamped"]  # "gelu": the tanh approximation
     gain: float = 1.0  # for "clamped" only: the activation is gate * sigmoid(gain * gate)

@@ -157,7 +157,7 @@ def tiles_for(dtype: torch.dtype, mean_rows: float, batch_invariant: bool) -> Ti
 
 
 def tuned_for(x: Tensor, down: Tensor, tiles: Tiles) -> Tiles:
-    """Return the tiles that were tuned for this device in place of `tiles`, if there are any.
+    """Return the tiles that were tuned for this device, or `tiles` if none were tuned.
 
     Args:
         x: the layer's input.

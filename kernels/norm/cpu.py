@@ -1,8 +1,8 @@
 """CPU loops of the RMS norm, compiled by numba.
 
 The result for a row does not depend on other rows, because the squares of a row are summed in a
-fixed order: first into four vectors a, b, c and d in turn. These are added as (a + b) + (c + d),
-and then the lanes of the sum one after another. The remaining elements of the row are added last.
+fixed order. Four vectors a, b, c and d accumulate squares in turn. The lanes of the vector
+(a + b) + (c + d) are then added one after another. The rest of the row is added last.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -47,7 +47,8 @@ def norm_row(
 ) -> None:  # fmt: skip
     """Write the RMS norm of one row of `x` to `out`.
 
-    If `more` is not empty, its row is first added to the row of `x`, in place. `spare` is scratch.
+    If `more` is not empty, a row of `more` is first added to the row of `x`, in place. `spare` is a
+    scratch array.
     """
     width = len(weight)
     row, normed = x[at : at + width], out[out_at : out_at + width]

@@ -17,7 +17,7 @@ class FilterParams:
     """Filter parameters of R rows. The filters are applied in the order of the fields."""
 
     top_k: Tensor  # [R] int64: keep the k most likely tokens; 0: all
-    top_p: Tensor  # [R] float32: keep the fewest tokens with this share of the probability; 1: all
+    top_p: Tensor  # [R] float32: keep the fewest tokens with this total probability; 1: all
     min_p: Tensor  # [R] float32: keep tokens with p >= min_p * (largest p); 0: all
 
 
@@ -38,7 +38,7 @@ def apply_top_k_top_p_min_p_(logits: Tensor, cuts: FilterParams) -> None:
 
 
 def _sorted_threshold(logits: Tensor, limits: Tensor, top_p: Tensor) -> Tensor:
-    """Return the smallest logit of each row that top-k (`limits`) and top-p keep, [R]."""
+    """Return for each row the smallest logit that both top-k (`limits`) and top-p keep, [R]."""
     values = _descending(logits)
     among = values >= values.gather(1, limits[:, None] - 1)
     # Clamping at e^-80 avoids denormals, which are fifty times slower. The sums do not change.
@@ -53,8 +53,8 @@ def apply_typical_p_(logits: Tensor, typical_p: Tensor) -> None:
     """Set the logits of all but the most typical tokens to -inf, in place.
 
     A token is more typical the closer its surprisal, -log p, is to the distribution's entropy
-    (Meister et al., "Locally typical sampling", 2022). The fewest tokens that together have the
-    probability `typical_p` are kept, and all tokens that tie with the last kept token.
+    (Meister et al., "Locally typical sampling", 2022). The most typical tokens are kept until
+    their total probability is at least `typical_p`. Tokens that tie with the last one are kept too.
 
     logits: [R, V] float32, -inf for tokens that are already excluded; typical_p: [R] float32.
     """

@@ -69,7 +69,7 @@ def _check(logits: Tensor, params: SamplingTensors) -> None:
 
 
 def greedy(logits: Tensor, bans: bool = False) -> tuple[Tensor, Tensor]:
-    """Faster version of `sample` for rows that are all greedy. CPU only."""
+    """Faster version of `sample` for a batch whose rows are all greedy. CPU only."""
     tokens = torch.from_numpy(argmax(logits))
     finite = _finite_tokens(logits, tokens) if bans else finite_rows(logits)
     return tokens.masked_fill_(~finite, 0), finite
@@ -92,8 +92,8 @@ def _sample_on_cpu(logits: Tensor, params: SamplingTensors, bans: bool) -> tuple
 def _finite_tokens(logits: Tensor, tokens: Tensor) -> Tensor:
     """Return a mask [R]: True for rows that have a finite largest logit.
 
-    tokens: [R] the chosen tokens. A row with NaN or +Inf has chosen one of them; a row without an
-        allowed token has chosen -Inf.
+    tokens: [R] the chosen tokens. If a row has NaN or +Inf, its chosen token has NaN or +Inf. If no
+        token is allowed, the chosen token has -Inf.
     """
     chosen = logits.numpy()[np.arange(len(logits)), tokens.numpy()]
     return torch.from_numpy(np.isfinite(chosen))

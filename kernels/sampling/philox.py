@@ -51,7 +51,7 @@ def philox_reference(counter: Sequence[Tensor], key: Sequence[Tensor]) -> Tensor
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(NUM_ROUNDS):
-        # A product may overflow int64. Its low 64 bits stay right; the mask removes the sign.
+        # A product may overflow int64. The low 64 bits stay correct; the mask removes the sign.
         left, right = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
         c0, c2 = (right >> 32) & WORD ^ c1 ^ k0, (left >> 32) & WORD ^ c3 ^ k1
         c1, c3 = right & WORD, left & WORD
@@ -73,13 +73,13 @@ def philox(even: Words, odd: Words, key: Words) -> tuple[Words, Words]:
     shape = np.broadcast_shapes(even.shape, odd.shape)
     steps = np.array(KEY_STEPS, np.uint32)[:, None, None]
     multipliers = np.array(MULTIPLIERS, np.uint64)[:, None, None]
-    # two products, because a round also reads the previous one
+    # two buffers, because a round also reads the products of the previous round
     buffers = np.empty((2, *shape), np.uint64)
     words = np.empty(shape, np.uint32)
     for number in range(NUM_ROUNDS):
         product = buffers[number % 2]
         np.multiply(even, multipliers, out=product)
-        # Even words need the high half of the other word's product, so the order is reversed.
+        # The new words 0 and 1 need the product of word 2, so the order is reversed.
         halves = product.view(np.uint32).reshape(*shape, 2)[::-1]
         even = np.bitwise_xor(halves[..., 1], odd, out=words)
         even ^= key

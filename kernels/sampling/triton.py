@@ -2,7 +2,7 @@
 
 `_threshold_kernel` finds the exact filter thresholds among the few tokens that `triton_vocab_scan`
 collects. `_sample_kernel` adds noise, bitwise identical to `philox`, only in segments with tokens
-that pass the filters. `_pick_kernel` takes the best.
+that pass the filters. `_pick_kernel` chooses the best token of all segments.
 """
 
 import torch

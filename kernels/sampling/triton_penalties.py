@@ -2,8 +2,8 @@
 
 The first kernel counts each token's occurrences in a table [P, V] with integer atomics;
 the order of integer additions does not matter. The second kernel reads and clears the counts
-atomically: only the first position of a token to read the count finds it non-zero and changes the
-logit, so each logit is changed exactly once.
+atomically. If a token occurs at several positions, only the position that reads the count first
+finds a non-zero count and changes the logit, so each logit is changed exactly once.
 """
 
 import torch

@@ -243,7 +243,7 @@ def scan(logits: Tensor, temperature: Tensor, bans: bool) -> VocabMaxima:
     """Compute `VocabMaxima` of logits [R, V] float32.
 
     temperature: [R] float32, where 0 counts as 1.
-    bans: -inf marks a banned token and is no error.
+    bans: whether -inf marks a banned token instead of an invalid row.
     """
     num_rows, vocab_size = logits.shape
     num_segments = -(-vocab_size // SEGMENT)

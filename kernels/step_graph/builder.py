@@ -9,12 +9,12 @@ the next product.
 Operations read and write buffers: float32 matrices with one row per token, all in one array (the
 arena). The operations call the same inner loops as the separate calls (`linear/cpu_f32_avx512`,
 `linear/cpu_dequantizing`, `attention/cpu_paged`, ...), so the results are bitwise identical with
-and without a step graph. Gates are the exception, because torch's exponential rounds differently:
-their results are identical only if the separate calls use the batch-invariant gates
+and without a step graph. Gates are an exception, because torch's exponential rounds differently.
+The results of gates are identical only if the separate calls use the batch-invariant gates
 (`silu_and_mul_batch_invariant`).
 
 `GraphBuilder` is the interface for layers: it checks arguments and records `operations`. `table`
-lowers the operations to integers, `graph` holds the result, and `interpreter` executes it.
+lowers the operations to integers, `graph` holds these tables, and `interpreter` executes them.
 """
 
 from collections.abc import Sequence
@@ -126,7 +126,7 @@ class GraphBuilder:
     def norm(
         self, x: Buffer, weight: Tensor, eps: float, out: Buffer, columns: range | None = None
     ) -> None:
-        """Append `out = RMS norm of x`. An `add` to x directly before it is merged into it.
+        """Append `out = RMS norm of x`. A directly preceding `add` to x is merged into the norm.
 
         Args:
             weight: [D].
@@ -148,7 +148,7 @@ class GraphBuilder:
         self._append(Norm(x, _plain(weight), eps, out, normalised.start, len(normalised)))
 
     def supports_linear(self, linear: Any) -> bool:
-        """Return whether `linear` supports this packed linear layer."""
+        """Return whether `GraphBuilder.linear` supports the packed linear layer `linear`."""
         if isinstance(linear, PackedLinearInt8 | PackedLinearInt4 | DequantizingLinear):
             return linear.num_outputs % ALIGNMENT == 0
         if not isinstance(linear, PackedLinearF32):
@@ -162,7 +162,7 @@ class GraphBuilder:
     def expert_linears(
         self, x: Buffer, linears: Sequence[Any], out: Buffer, layout: ExpertLayout
     ) -> None:
-        """Append one product per expert, for the expert's rows. `x` and `out` have this layout."""
+        """Append one product per expert, for the expert's rows. `x` and `out` are in `layout`."""
         self._append_linears(x, linears, out, layout.all_rows(), layout)
 
     def _append_linears(
@@ -206,7 +206,7 @@ class GraphBuilder:
         return QuantizeBlocks(x, qvalues, row_scales, offsets, run)
 
     def _append_each(self, rows: list[RowRange], operations: Sequence[Operation]) -> None:
-        """Append one operation for each range of `rows`, with one barrier, after the last."""
+        """Append one operation per range of `rows`, with a barrier only after the last one."""
         for number, (own, operation) in enumerate(zip(rows, operations, strict=True)):
             self._append(replace(operation, rows=own, continues=number + 1 < len(rows)))
 
@@ -273,8 +273,8 @@ class GraphBuilder:
     ) -> None:
         """Append two operations: choose each token's experts, then sort the choices by expert.
 
-        The first writes `weights` and overwrites `logits`. Only softmax routing without groups and
-        bias is supported (see `route`).
+        The first operation writes `weights` and overwrites `logits`. Only softmax routing without
+        groups and bias is supported (see `route`).
         """
         assert (logits.width, weights.width) == (layout.num_experts, layout.top_k)
         self._append(TopkSoftmax(logits, layout, normalise, weights))

@@ -192,7 +192,8 @@ def _compute(
     Args:
         floats: [NUM_FLOATS] the operation's float parameters.
         rotation: number of products since the last barrier. The threads' parts of a small product
-            differ in size; the rotation gives each thread different parts of successive products.
+            differ in size. The rotation balances successive products: each has another assignment
+            of parts to threads.
     """
     opcode, first, num_rows = op[OPCODE], ints[op[FIRST]], ints[op[COUNT]]
     if opcode == NORM:
@@ -223,7 +224,7 @@ def _int8_op(
 def _codes_op(
     op: Longs, ints: Longs, arena: Floats, rotation: int, me: int, count: int
 ) -> None:  # fmt: skip
-    """Execute this thread's part of a product of weight-only codes."""
+    """Execute this thread's part of MATMUL_QUANTIZED, a product with weight-only codes."""
     if op[OPCODE] == MATMUL_QUANTIZED:
         thread = (me + rotation) % count
         matmuls.quantized_linear(op, arena, ints[op[FIRST]], ints[op[COUNT]], thread, count)
@@ -259,7 +260,7 @@ def _expert_op(op: Longs, ints: Longs, arena: Floats, me: int, count: int) -> No
 
 @inner()
 def _next_matmul(table: Any, ints: Longs, number: int) -> int:
-    """Return the first operation from `number` on that has rows; -1 if `number` is -1."""
+    """Return the index of the first operation with rows, from `number` on; -1 if `number` is -1."""
     while number >= 0 and ints[table[number, COUNT]] == 0:
         number += 1
     return number
@@ -272,8 +273,8 @@ def _barrier_and_prefetch(
 ) -> int:  # fmt: skip
     """Wait until all threads have reached barrier number `times`; prefetch weights while waiting.
 
-    num_prefetched: number of cache lines of the next product that are already prefetched. The
-    return value is the new number.
+    num_prefetched: number of cache lines of the next product that are already prefetched. Return
+    this number, increased by the newly prefetched lines.
     """
     arrive(barrier)
     following, looks = _next_matmul(table, ints, table[number, NEXT]), 0
@@ -295,7 +296,7 @@ def _after(op: Longs, num_prefetched: int, rotation: int) -> tuple[int, int]:
 
 
 def _make_run(int8: bool, experts: bool, codes: bool, int4: bool) -> Callable[..., None]:
-    """Return the interpreter, in Python, with these `Extensions`.
+    """Return the interpreter with these `Extensions` as a Python function, not compiled yet.
 
     numba removes the branches of the other extensions before it compiles them, and its disk cache
     distinguishes functions by the values of their free variables.

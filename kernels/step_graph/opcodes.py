@@ -1,7 +1,8 @@
-"""Opcodes, and columns of the integer table of operations, of a CPU step graph.
+"""The opcodes of a CPU step graph, and the columns of its integer table of operations.
 
 A row of the table is one operation. `operations` writes the columns and `interpreter` reads them.
-Buffers are given by the index of their first element in the arena, weights by their address.
+A column refers to a buffer by the index of its first element in the arena, and to weights by their
+address.
 """
 
 from collections.abc import Iterable
@@ -19,10 +20,10 @@ INT4_OPCODES = frozenset({QUANTIZE_BLOCKS, MATMUL_INT4})
 
 @dataclass(frozen=True, slots=True)
 class Extensions:
-    """Opcodes of an interpreter beside those of a dense float32 model.
+    """Groups of opcodes that an interpreter has beside those of a dense float32 model.
 
-    Each extension takes a second or more to compile. An interpreter has only those that its graphs
-    need.
+    Each extension takes a second or more to compile. An interpreter therefore has only the
+    extensions that its graphs need.
     """
 
     int8: bool = False  # True if the interpreter has INT8_OPCODES
@@ -48,8 +49,8 @@ NUM_COLUMNS = 24
 
 OPCODE, FIRST, COUNT, CONTINUES, NEXT = range(5)
 """Columns of all operations: the opcode; `first` and `count` of the `RowRange`; 1 if no barrier
-follows the operation, otherwise 0; the next row with a matrix product, or -1 if there is none or if
-it depends on which experts will be chosen."""
+follows the operation, otherwise 0; the row of the next matrix product, or -1 if there is no such
+row, or if the row depends on which experts will be chosen."""
 
 X, X_WIDTH, OUT, OUT_WIDTH = range(5, 9)
 """Columns of most operations: input and output buffers, and the number of features per row."""
@@ -91,7 +92,7 @@ SHARED_GATE are -1 for None."""
 EPS = 0
 SCALE, CAP = 0, 1
 NUM_FLOATS = 2
-"""Columns of the table of float parameters: of `Norm`, of `Attend`, and their number."""
+"""Columns of the table of float parameters: EPS for `Norm`, SCALE and CAP for `Attend`."""
 
 GATES = {"silu": 0, "gelu": 1}
 """Numbers of the gates; "gelu" means the tanh approximation of gelu."""

@@ -17,7 +17,7 @@ from penstock.kernels.step_graph.layout import TOKENS, Buffer, ExpertLayout, Row
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Operation(ABC):
-    """An operation of a step graph, and the rows that it processes. Weights must be contiguous."""
+    """An operation of a step graph on a range of rows. Its weights must be contiguous."""
 
     opcode: ClassVar[int]
 
@@ -27,10 +27,10 @@ class Operation(ABC):
 
     @abstractmethod
     def columns(self) -> dict[int, int]:
-        """Return the values of the columns that depend on the opcode."""
+        """Return the values of the columns whose meaning depends on the opcode, by column."""
 
     def floats(self) -> dict[int, float]:
-        """Return the values of the columns of the table of float parameters."""
+        """Return the operation's float parameters, by column of the table of float parameters."""
         return {}
 
 

@@ -1,7 +1,7 @@
 """Check that Triton can compile its C modules here: `python -m ...check_compiler`; needs no GPU.
 
-Triton compiles such a module when it first uses a GPU. For this it needs a C compiler and the
-headers of libc and Python.
+Triton compiles such a module when a process first uses a GPU. The compilation needs a C compiler
+and the headers of libc and Python.
 """
 
 import sys

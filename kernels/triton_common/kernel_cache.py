@@ -1,7 +1,7 @@
 """Triton's cache of compiled kernels, with a read-only folder of kernels compiled ahead of time.
 
-An image contains this folder (`SEED`, which `python -m tests.aot.seed` writes), so that a new
-worker does not compile the kernels that it finds there. New kernels go to Triton's own cache.
+A container image contains this folder, `SEED`, which `python -m tests.aot.seed` writes. A new
+worker does not compile the kernels in this folder. Other kernels go to Triton's own cache.
 """
 
 import json
@@ -27,8 +27,8 @@ class SeededCacheManager(FileCacheManager):  # type: ignore[misc]
     def get_group(self, filename: str) -> dict[str, str] | None:
         """Return the paths of the files that were cached together with `filename`, or None.
 
-        Only the names in the group file of `SEED` are used: its absolute paths are wrong if the
-        folder was moved.
+        Only the names in the group file of `SEED` are used, because the file's absolute paths are
+        wrong if the folder was moved.
         """
         own: dict[str, str] | None = super().get_group(filename)
         if own:

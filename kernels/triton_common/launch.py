@@ -49,8 +49,8 @@ def jit(function: Callable[..., Any] | None = None, *, unspecialized: Sequence[s
         function: the kernel, if the decorator is used without arguments.
         unspecialized: names of arguments for which Triton must not specialize the kernel: integers
             that differ between steps, and tensors that are not always aligned to 16 bytes. With
-            specialization, Triton would compile the kernel again while serving, when an integer is
-            1 or a multiple of 16, or a tensor is unaligned, for the first time.
+            specialization, Triton would compile the kernel again during serving. This happens when
+            an integer is first 1 or a multiple of 16, or when a tensor is first unaligned.
     """
     if function is None:
         return lambda function: jit(function, unspecialized=unspecialized)

@@ -6,7 +6,7 @@ use their own tables if the variable is not set, the folder has no file for the 
 no entry for a shape. Batch-invariant kernels are not tuned, because their tiles determine the order
 of sums.
 
-A file has an object `tiles`, with an object per name of KERNELS, whose keys are shapes:
+A file has an object `tiles`. Its keys are names of KERNELS. Each value is an object by shape:
 
     {"tiles": {"attention.split_kv":
         {"width=128,group=4,itemsize=2,cached=2":
@@ -89,7 +89,7 @@ def tuned_tiles(product: str, kernel: str, **shape: int) -> Sizes | None:
 
 @contextmanager
 def trial_tiles(kernel: str, sizes: Sizes) -> Iterator[None]:
-    """Use `sizes` for all launches of a kernel within this context, whatever their shape."""
+    """Use `sizes` for all launches of a kernel within this context, for any shape."""
     token = _trial.set((kernel, sizes))
     try:
         yield

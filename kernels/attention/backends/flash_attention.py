@@ -1,8 +1,8 @@
 """FlashAttention-3 as an attention backend: `flash_attn_with_kvcache` of `flash_attn_interface`.
 
-The function reads lengths and block tables from the device, so a CUDA graph can capture it. It
-expects a cache [pages, page size, heads, D] with any strides of the first three dimensions, so we
-pass a transposed view of our cache. Not run yet: see docs/gpu.md.
+The function reads lengths and block tables from the device, so a CUDA graph can capture the call.
+The cache must be [pages, page size, heads, D], with any strides of the first three dimensions, so
+the argument is a transposed view of our cache. Not run yet: see docs/gpu.md.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ MODULE = "flash_attn_interface"
 
 
 def supports(request: AttentionRequest) -> str:
-    """Return why FlashAttention-3 cannot compute a request; empty if it can."""
+    """Return the reason why FlashAttention-3 does not support `request`, or "" if it does."""
     if reason := common_reason(request):
         return reason
     if request.capability[0] != 9:
@@ -62,7 +62,7 @@ class FlashAttentionBackend:
     ) -> AttentionPlan:
         check_device_batch(batch, layer, max_context)
         num_blocks = -(-max_context // layer.shape[3])
-        # Drop unused columns, because the grid that a graph captures grows with their number.
+        # Drop unused columns: the grid of a captured graph grows with the number of columns.
         narrow = Batch(batch.query_starts, batch.context_lens, batch.tables[:, :num_blocks])
         return AttentionPlan(_Plan(self.function, narrow, max_query, window), layer, "T")
 

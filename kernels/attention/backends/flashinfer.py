@@ -1,8 +1,9 @@
-"""FlashInfer as an attention backend: its wrappers for paged decode and paged prefill.
+"""FlashInfer as an attention backend, with FlashInfer's wrappers for paged decode and prefill.
 
-A wrapper's `plan` reads lengths on the host and is not part of a CUDA graph. Each graph size has a
-decode wrapper of its own, whose buffers the graph reads; other steps use one prefill wrapper. Our
-cache has FlashInfer's layout "HND". Not run yet: see docs/gpu.md.
+A wrapper's `plan` reads lengths on the host and is not part of a CUDA graph. Each number of rows of
+a graph has its own decode wrapper, and the graph reads the buffers of this wrapper. Steps without
+a graph use one prefill wrapper. Our cache has FlashInfer's layout "HND". Not run yet: see
+docs/gpu.md.
 """
 
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ TENSOR_CORE_GROUP = 4
 
 
 def supports(request: AttentionRequest) -> str:
-    """Return why FlashInfer cannot compute a request; empty if it can."""
+    """Return the reason why FlashInfer does not support `request`, or "" if it does."""
     if reason := common_reason(request):
         return reason
     if request.capability < (8, 0):
@@ -84,7 +85,7 @@ class FlashInferBackend:
         self._decode: dict[tuple[int, int], Any] = {}  # (window, rows of the graph) -> wrapper
         # window -> wrapper that is planned for the prepared step
         self._current: dict[int, Any] = {}
-        # id of a wrapper -> event after the device has copied the wrapper's last plan
+        # id of a wrapper -> event that follows the copy of the wrapper's last plan to the device
         self._copied: dict[int, torch.cuda.Event] = {}
 
     @classmethod
@@ -137,7 +138,7 @@ class FlashInferBackend:
     def _wait_for_last_plan(self, wrapper: Any) -> None:
         """Wait until the device has copied the last plan from the wrapper's pinned memory.
 
-        The wait is short, because the device makes the copy before it runs that plan's step.
+        The wait is short, because the device copies a plan before it runs the plan's step.
         """
         event = self._copied.get(id(wrapper))
         if event is not None:
@@ -153,8 +154,8 @@ class FlashInferBackend:
     def _decode_wrapper(self, window: int, batch: HostBatch) -> Any:
         """Return the wrapper of a graph.
 
-        The first call creates the wrapper, with buffers for that step's blocks. This suffices
-        because the first step of a graph is its longest.
+        The first call creates the wrapper, with buffers for the blocks of `batch`. Later steps of
+        the graph fit into these buffers, because the first step has the widest block table.
         """
         num_rows, num_columns = batch.block_tables.shape
         wrapper = self._decode.get((window, num_rows))

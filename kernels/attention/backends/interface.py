@@ -1,8 +1,8 @@
-"""The interface of attention backends on a GPU, and the properties of a model that they need.
+"""The interface of attention backends on a GPU, and the model properties that backends check.
 
-A backend computes `paged_attention` of device steps. It sees a step twice: `prepare` gets the
-lengths on the host, outside of a CUDA graph; `plan` gets the tensors on the device, and may be
-called while a graph is captured. A replay of the graph follows a `prepare`, but no `plan`.
+A backend computes `paged_attention` for the steps of a GPU. Two methods prepare a step. `prepare`
+gets the lengths on the host, outside of a CUDA graph. `plan` gets the tensors on the device, and
+may be called while a graph is captured. Before a replay of a graph, only `prepare` is called.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ Ints: TypeAlias = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class AttentionRequest:
-    """Properties of a model and a device that decide whether a backend supports them."""
+    """Properties of a model and a device, from which a backend decides whether it supports both."""
 
     device: str  # "cuda" or "cpu"
     capability: tuple[int, int]  # compute capability of an NVIDIA GPU; (0, 0) for other devices
@@ -86,7 +86,7 @@ class AttentionBackend(Protocol):
 
 
 def common_reason(request: AttentionRequest) -> str:
-    """Return why external backends cannot support a request; empty if they may."""
+    """Return the reason why no external backend supports `request`, or "" if one may."""
     if request.device != "cuda":
         return "it needs a CUDA device"
     if request.deterministic:
