@@ -18,10 +18,10 @@ _KEPT, _ADDED = 0.5, 2.0
 
 
 def review_weights(answer: Answer | None) -> dict[str, float]:
-    """Return the weight of each question family, raised by its fraction of wrong answers.
+    """Return the weight of each question family; more wrong answers give a larger weight.
 
-    Families with tools are left out, because they have a course of their own. The questions are
-    training questions, so held-out questions do not influence training. Only rank 0 has an
+    Families with tools are left out, because a separate training course covers them. The questions
+    are training questions, so held-out questions do not influence training. Only rank 0 has an
     `answer`. The other ranks receive the weights through an all-reduce.
     """
     families = [family for family in FAMILIES.values() if not family.tools]

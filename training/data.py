@@ -82,7 +82,7 @@ class BatchMaker:
         return self._batch([self._row(length, long=True) for _ in range(rows)])
 
     def _row(self, length: int, *, long: bool) -> list[list[int]]:
-        """Return the token ids of each conversation of one row, which has `length + 1` tokens."""
+        """Return the token ids of the conversations that fill one row of `length + 1` tokens."""
         row: list[list[int]] = []
         num_missing = length + 1
         while num_missing > 0:

@@ -108,7 +108,7 @@ def answer_loss(model: Llama, batch: Batch) -> Tensor:
 
 
 def distilled(teacher: Llama) -> LossOf:
-    """Return a loss function: the cross entropy to the teacher's predictions of answer tokens."""
+    """Return a loss function: the cross entropy with the teacher's predictions of answer tokens."""
 
     def loss(model: Llama, batch: Batch) -> Tensor:
         answers = batch.weights > PROMPT_WEIGHT

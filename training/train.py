@@ -2,7 +2,7 @@
 
 The tokenizer, the demo model and a smaller version of it are trained one after another. The text
 for training comes from the question families (`training.tasks`). Each checkpoint is a complete
-model folder, so the last one remains usable if the run is interrupted.
+model folder, so the last checkpoint remains usable if the run is interrupted.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ SMALL = LlamaShape(
     num_key_value_heads=2,
     intermediate_size=320,
 )
-# `minutes` is an upper limit. On two idle cores, the steps take about three quarters of it.
+# `minutes` is an upper limit. On two idle cores, the steps take about 3/4 of this limit.
 DEMO_RECIPE = Recipe(steps=2200, minutes=27)
 # A review continues the training of the first course with lower learning rates.
 # A review has long rows from the start, and more weight for families with many wrong answers.
@@ -68,7 +68,7 @@ _REVIEW = Recipe(
 REVIEWS: tuple[Recipe, ...] = (replace(_REVIEW, course=1), replace(_REVIEW, course=2, minutes=10))
 SMALL_RECIPE = Recipe(steps=1400, minutes=8)
 # Conversations with tools are longer than others, so they make up about half of the tokens.
-# About half of the tokens repeat the families without tools, so that they are not forgotten.
+# The other tokens repeat families without tools, so that the model does not forget these.
 _TOOLS = replace(
     _REVIEW,
     course=3,
@@ -81,7 +81,7 @@ _TOOLS = replace(
     checkpoint_every=700,
     tools=0.45,
 )
-# The first recipe of the course with tools raises the errors in some other families.
+# The first recipe of the course with tools causes more errors in some other families.
 # The later recipes with tools give higher `weights` to families with many errors.
 _REPAIR = replace(
     _TOOLS,
@@ -133,7 +133,7 @@ class Options:
     resume: str
 
     def fitted(self, recipe: Recipe) -> Recipe:
-        """Return `recipe` with this run's seed and with its minutes scaled to this run's limit."""
+        """Return `recipe` with the seed of this run, and `minutes` scaled to the run's limit."""
         return replace(recipe, seed=self.seed, minutes=recipe.minutes * self.minutes / MINUTES)
 
 

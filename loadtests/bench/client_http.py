@@ -130,8 +130,8 @@ class HttpClient:
     def _brings_tokens(self, choice: dict[str, Any]) -> bool:
         """Return whether a streamed event contains a token.
 
-        The token of an event may add no text: special tokens and incomplete UTF-8 characters have
-        none.
+        An event with a token may have an empty text: the token may be special, or may end in the
+        middle of a UTF-8 character.
         """
         if self._target.api == "completions":
             return True

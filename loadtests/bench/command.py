@@ -168,7 +168,7 @@ def _check_fit(plan: Sequence[workload.Planned], served: Served) -> None:
 async def _warm_up(
     client: Client, prompts: workload.Prompts, like: workload.Planned, count: int
 ) -> float:
-    """Send `count` warm-up requests, each as long as `like`, one after the other.
+    """Send `count` warm-up requests with the lengths of `like`, one after the other.
 
     Returns the seconds that the last request took.
 
@@ -189,7 +189,7 @@ async def _warm_up(
 
 @contextmanager
 def _progress(count: int) -> Iterator[Any]:
-    """Show a progress bar if stderr is a terminal; yield the callback for each finished request."""
+    """Show a progress bar if stderr is a terminal. Yields a function to call with each outcome."""
     console = Console(stderr=True)
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[failed]}"))
     with Progress(

@@ -40,10 +40,10 @@ class Load:
         self.duration = self._now()
 
     async def _release(self, tasks: asyncio.TaskGroup) -> None:
-        """Start each request at its time, or as soon as one of the `concurrency` slots is free.
+        """Start each request when it is due and one of the `concurrency` slots is free.
 
-        A request gets its task only when it gets its slot, so that waiting requests use no CPU
-        time.
+        The task of a request is created only when the request gets a slot, so that waiting requests
+        use no CPU time.
         """
         slots = asyncio.Semaphore(self.concurrency or len(self.plan))
         full_until = 0.0
@@ -85,7 +85,7 @@ class Load:
 
 
 def _settle(outcome: Outcome) -> None:
-    """Count the answer's tokens if the server did not.
+    """Count the answer's tokens if the server did not report their number.
 
     Sets an error if the answer has no tokens.
     """

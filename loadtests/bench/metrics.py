@@ -48,8 +48,8 @@ class Outcome:
     def tokens_per_message(self) -> list[float]:
         """Return the number of tokens in each message.
 
-        If some messages did not report their number, the remaining tokens of the answer are divided
-        evenly among these messages.
+        If some messages did not report a token count, the remaining tokens of the answer are
+        divided evenly among these messages.
         """
         reported = sum(count for count in self.counts if count is not None)
         silent = self.counts.count(None)
@@ -111,7 +111,7 @@ class Figures:
     total_output: int
     peak_output: float  # largest number of tokens received within one second
     peak_concurrent: int
-    good: int | None  # requests that met the goals, or None without goals
+    good: int | None  # number of requests that met the goals, or None without goals
     ttft: Summary
     tpot: Summary
     itl: Summary

@@ -99,7 +99,7 @@ class Results:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """Search of the highest rate that keeps the goals."""
+    """Search for the highest rate that keeps the goals."""
 
     sweep: bool = option(
         False, "measure steps of rising rates, and find the highest rate that keeps every --goal"

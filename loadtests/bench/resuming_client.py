@@ -53,7 +53,7 @@ class Progress:
         return all(self.finishes)
 
     def add_reply(self, reply: pb.GenerateReply) -> None:
-        """Record a reply. Clear those of its fields that the caller has already received.
+        """Record a reply, and clear the fields that the caller has already received.
 
         Raises BadAnswer.
         """
@@ -78,13 +78,14 @@ class Progress:
     def remaining_request(self) -> pb.GenerateRequest:
         """Return the request for the rest of the answer.
 
-        If no token was received, this is the request for all of the answer.
+        The request is for the complete answer if no token was received, and always with beam search
+        or `best_of`.
         """
         rest = pb.GenerateRequest()
         rest.CopyFrom(self._request)
         if not self._has_begun or self._comes_whole:
             return rest
-        # The logprobs have already arrived with the first token.
+        # The prompt logprobs have already arrived with the first token.
         rest.sampling.ClearField("prompt_logprobs")
         del rest.resume_from[:]
         for choice, tokens in enumerate(self.tokens):

@@ -20,7 +20,7 @@ _LENGTHS, _ARRIVALS, _BLOCKS, _SINGLES, _PREFIXES = range(5)
 
 
 class Prefix(NamedTuple):
-    """The first tokens of a prompt, which all prompts with the same prefix number share."""
+    """A shared prefix: prompts with equal `number` begin with the same `num_tokens` tokens."""
 
     number: int
     num_tokens: int
@@ -35,7 +35,7 @@ class Planned:
     input_len: int  # number of prompt tokens
     output_len: int  # number of answer tokens
     blocks: tuple[int, ...] = ()  # ids of the prompt's blocks; empty if the trace has none
-    prefix: Prefix | None = None  # shared prefix, whose tokens `input_len` includes
+    prefix: Prefix | None = None  # shared prefix, which is part of `input_len`
     text: str = ""  # prompt from a dataset, for which `input_len` is an estimate
 
 
@@ -121,7 +121,7 @@ def drawn_load(
 
 
 def with_prefixes(plan: Sequence[Planned], num_tokens: int, count: int) -> list[Planned]:
-    """Put one of `count` shared prefixes of `num_tokens` tokens before each prompt, in turn."""
+    """Prepend a prefix of `num_tokens` tokens to each prompt, cycling through `count` prefixes."""
     return [
         replace(
             planned,
@@ -141,7 +141,7 @@ def traced_load(rows: Sequence[TraceRow], times: Sequence[float]) -> list[Planne
 
 
 def capped(row: TraceRow, max_input: int | None, max_output: int | None) -> TraceRow:
-    """Limit the lengths of a trace request, and drop the block ids beyond the shorter prompt."""
+    """Limit the lengths of a trace request, and drop the block ids beyond the limited prompt."""
     input_len = min(row.input_len, max_input or row.input_len)
     output_len = min(row.output_len, max_output or row.output_len)
     blocks = row.blocks[: -(-input_len // TRACE_BLOCK)]
@@ -149,7 +149,7 @@ def capped(row: TraceRow, max_input: int | None, max_output: int | None) -> Trac
 
 
 def ordinary_tokens(vocab_size: int) -> range:
-    """Return the token ids from which prompts are made, which are all except special tokens.
+    """Return the token ids from which prompts are drawn, without special tokens.
 
     Special tokens are at the two ends of a vocabulary. Excluding 1/40 of the vocabulary at each end
     removes the special tokens of Llama, Mistral, Qwen and Gemma.
@@ -169,7 +169,7 @@ class Prompts:
         self._num_digits = math.ceil(math.log(MAX_BLOCK_ID + 1, len(vocabulary)))
 
     def tokens(self, planned: Planned) -> list[int]:
-        """Return the token ids [input_len] of a request, which plan, seed and vocabulary determine.
+        """Return a request's token ids [input_len], determined by plan, seed and vocabulary.
 
         Two prompts with block ids have equal tokens in the blocks before the first different id,
         and differ within the first few tokens of that block.
@@ -185,7 +185,7 @@ class Prompts:
         return tokens
 
     def warmup(self, number: int, input_len: int) -> list[int]:
-        """Return the token ids [input_len] of a prompt that is not used in the load."""
+        """Return the token ids [input_len] of a prompt that no request of the load has."""
         return self._fresh(MAX_BLOCK_ID - number, input_len)
 
     def _fresh(self, number: int, input_len: int) -> list[int]:

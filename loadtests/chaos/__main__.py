@@ -208,7 +208,7 @@ class ChaosRun:
         return {"equal": num_same, "wrong": wrong, "divergences": divergences}
 
     async def _check_divergences(self, divergences: Sequence[Divergence]) -> dict[str, Any]:
-        """Split the differences from the reference answers into near ties and unexplained ones."""
+        """Classify each difference from a reference answer as a near tie or as unexplained."""
         apart, unexplained = [], []
         for divergence in divergences:
             position = len(divergence.before)

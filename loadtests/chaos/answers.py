@@ -121,7 +121,7 @@ class Stream:
 
     @property
     def num_complete_forms(self) -> int:
-        """Number of choices of a constrained answer that are complete instead of cut off."""
+        """Number of choices of a constrained answer that are complete, not cut off."""
         complete = [choice for choice in self.choices.values() if choice.finish in COMPLETE]
         return len(complete) if self.request.is_constrained else 0
 
@@ -132,7 +132,7 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """First token of an answer that differs from the reference. The two may be a near tie."""
+    """First difference between an answer and its reference. The two tokens may nearly tie."""
 
     request: ChaosRequest
     choice: int
@@ -145,9 +145,9 @@ def compare(stream: Stream, right: Stream, exact: bool) -> tuple[list[str], list
     """Compare a complete answer with its reference.
 
     Args:
-        exact: whether the answer must be bitwise identical. If False, only the tokens before the
-            first difference are compared. A constrained answer is then checked for its form only,
-            because one of two nearly tied tokens often lacks a log probability.
+        exact: whether the answer must be bitwise identical. If False, nothing after the first
+            different token is compared. A constrained answer that has a different token is checked
+            for its form only, because one of two nearly tied tokens often lacks a log probability.
 
     Returns:
         The errors, and (unless `exact`) the first different token of each choice.
@@ -201,7 +201,7 @@ def _without_ids(choice: Choice) -> Sequence[tuple[int, str, str]]:
 
 
 def form_errors(request: ChaosRequest, choice: Choice) -> Iterator[str]:
-    """Yield a message for each part of a complete constrained answer that violates its form."""
+    """Yield a message for each violation of the constraint; none if the choice was cut off."""
     if choice.finish not in COMPLETE:
         return
     if "regex" in request.sampling:
@@ -221,7 +221,7 @@ def form_errors(request: ChaosRequest, choice: Choice) -> Iterator[str]:
 def near_tie(divergence: Divergence, scores: Scores, noise: Mapping[int, float]) -> float | None:
     """Return the difference of the two tokens' scores, or None if one of them is not a top token.
 
-    A score is the log probability with penalties, divided by the temperature, plus noise.
+    A score is the log probability minus penalties, divided by the temperature, plus noise.
 
     Args:
         scores: log probabilities at the position of the difference, computed without faults.

@@ -13,9 +13,10 @@ NAMES = "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}"
 
 @contextmanager
 def reading_tools(folder: Path) -> Iterator[Path]:
-    """Yield a checkpoint whose chat template reads tools: the given one if possible, else a copy.
+    """Yield a checkpoint whose chat template reads tools: `folder` itself, or a copy of it.
 
-    The files of the copy are links. Checkpoints without a folder or a template are not copied.
+    The copy has another template, and links to all other files. A checkpoint that is not a folder
+    or has no template is yielded unchanged.
     """
     source = ModelTokenizer(folder).chat_template if folder.is_dir() else None
     if source is None or "tools" in source.template:

@@ -16,7 +16,7 @@ from penstock.loadtests.chaos.answers import Choice, Scores, Stream
 from penstock.loadtests.chaos.request_mix import TOOL_CHOICES, ChaosRequest
 from penstock.protos import inference_pb2_grpc
 
-ANSWER_SECONDS = 180.0  # deadline of one call, including the time of faults
+ANSWER_SECONDS = 180.0  # time limit of one call, including delays by faults
 PAUSE_SECONDS = 0.1  # seconds between a failed call and its retry
 
 _OPTIONS = (

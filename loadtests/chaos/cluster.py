@@ -16,7 +16,7 @@ from penstock.router.observability.snapshot import ClusterState, WorkerState
 
 START_SECONDS = 600.0  # a long limit, because the machine may be busy
 STOP_SECONDS = 60.0
-POLL_SECONDS = 0.005  # polling interval while waiting for the moment of a fault
+POLL_SECONDS = 0.005  # polling interval while waiting for the situation of a fault
 
 
 class ClusterFailed(RuntimeError):

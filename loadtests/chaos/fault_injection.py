@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-_PIDFD_GETFD = 438  # number of the system call, which all architectures share
+_PIDFD_GETFD = 438  # number of the system call, the same on all architectures
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -28,7 +28,7 @@ def send_signal(pid: int, number: signal.Signals) -> bool:
 
 
 def cut_connections(one: int, other: Sequence[int]) -> int:
-    """Break the TCP connections between a process and other processes. Return their number."""
+    """Break the TCP connections between a process and others. Return how many were broken."""
     theirs = {_plain(each.laddr) for pid in other for each in _connections(pid)}
     ours = [each for each in _connections(one) if _plain(each.raddr) in theirs]
     return sum(_shut(one, each.fd) for each in ours)

@@ -14,7 +14,7 @@ from penstock.router.observability.snapshot import WorkerState
 
 MOMENT_SECONDS = 4.0  # seconds of waiting after which a busy worker is accepted in any situation
 REDUNDANCY_SECONDS = 60.0  # seconds of waiting after which an idle worker is accepted too
-# Seconds after which a fault is skipped, because its situation may never occur.
+# Seconds after which a fault is skipped if no attempt took effect, e.g. no connection to cut.
 SEARCH_SECONDS = 20.0
 AFTER_SECONDS = 0.25  # seconds between the previous fault and an "at once" fault
 BACK_SECONDS = 3.0  # seconds for which a worker counts as "back" after it became ready
@@ -134,7 +134,7 @@ class FaultRunner:
     def _candidates(self) -> list[ManagedWorker]:
         """Return the serving workers that may get a fault.
 
-        The last survivor of a pool may get none, except in a pool that has only one worker.
+        The last serving worker of a pool is excluded if the pool has several workers.
         """
         there = [each for each in self._cluster.serving if not self._is_stopped(each)]
         roles = [each.config.role for each in self._cluster.workers]

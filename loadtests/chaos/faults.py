@@ -46,7 +46,7 @@ class InjectedFault:
 
     @property
     def kills(self) -> bool:
-        """True if the fault ends the process. A frozen process is killed and replaced."""
+        """True if the fault ends the process. A frozen process counts: it is killed later."""
         return self.fault.kind in ("kill", "ray kill", "freeze", "kill router")
 
     @property
@@ -58,7 +58,7 @@ class InjectedFault:
 def plan_faults(count: int, seed: int, also: Sequence[str]) -> list[Fault]:
     """Plan `count` faults. Every kind occurs once before any kind is repeated.
 
-    `also` are the kinds of ON_REQUEST to include.
+    `also` names the kinds of ON_REQUEST to include.
     """
     weights = {**WEIGHTS, **{kind: ON_REQUEST[kind] for kind in also}}
     order = Random(f"kinds {seed}")

@@ -45,7 +45,7 @@ class FaultEffect:
 
 
 class PlacementHistory:
-    """All placements of each request, which show the workers that a request needed at any time."""
+    """Placements of each request. They show which workers a request needed at a given time."""
 
     def __init__(self, placements: Sequence[Placement]) -> None:
         self._of: dict[str, list[Placement]] = defaultdict(list)
@@ -140,7 +140,7 @@ def _lost(stream: Stream, hits: FaultEffect, holders: PlacementHistory) -> bool:
     """Return whether a fault made the stream lose a worker.
 
     A stream lost the worker if it needed the worker at the time of the fault. It also lost the
-    worker if it was placed there before the router noticed the fault.
+    worker if the router placed it on that worker before noticing the fault.
     """
     injection = hits.injected
     if not injection.loses or not injection.worker:

@@ -9,7 +9,7 @@ from typing import Any
 from penstock.protos import inference_pb2 as pb
 
 SUBJECTS = ("a lighthouse", "two rivers", "the number nine", "a lost key", "rain", "an old bridge")
-# Sentences per prompt, which make one KV block or up to several prefill chunks.
+# Sentences per prompt. Prompts have from one KV block up to several prefill chunks.
 SENTENCES = (1, 4, 12, 30)
 
 _WORDS = {"type": "string", "minLength": 8, "maxLength": 24}
@@ -75,7 +75,7 @@ class ChaosRequest:
         return self.kind in TOOL_CHOICES or not {"json_schema", "regex"}.isdisjoint(self.sampling)
 
     def body(self) -> dict[str, Any]:
-        """Return the body of a chat completion, for a kind of `TOOL_CHOICES`."""
+        """Return the body of a chat completion. `kind` must be a key of `TOOL_CHOICES`."""
         return {
             "messages": [{"role": "user", "content": self.prompt}],
             "tools": [{"type": "function", "function": _TOOL}],

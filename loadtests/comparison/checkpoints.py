@@ -1,4 +1,4 @@
-"""Creates the models of the comparison, and computes the FLOPs and bytes that they need.
+"""Creates the models of the comparison, and computes the FLOPs and weights that they need.
 
 A model with random weights is created once, from a seed. It is cached together with the formats to
 which other engines convert it.
@@ -114,12 +114,12 @@ def _make(model: str, folder: Path, cache: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """FLOPs and weight bytes that a model needs on any engine.
+    """Numbers of weights and attention FLOPs that a model needs on any engine.
 
-    Only weights that are used for a token count. In an MoE layer, these are the active experts.
+    Only the weights that a token uses are counted: in an MoE layer, those of the active experts.
     """
 
-    body: int  # number of parameters in the layers that are used for each token
+    body: int  # number of parameters of the layers that each token uses
     head: int  # number of parameters in the projection to the vocabulary
     attention: int  # FLOPs of attention for each pair of query token and context token
 

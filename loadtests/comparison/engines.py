@@ -62,7 +62,7 @@ class Engine:
 
     @property
     def reference(self) -> str:
-        """Name of the engine that must generate the same tokens; empty for quantized weights."""
+        """Name of the engine that must generate the same tokens, or "" if there is none."""
         return {FP32: "transformers", F16: "llama.cpp-f16"}.get(self.form, "")
 
 

@@ -1,4 +1,4 @@
-"""Virtual environments, which pip installs on first use and the user's cache keeps."""
+"""Virtual environments in the user's cache folder, installed by pip on first use."""
 
 import fcntl
 import hashlib
@@ -78,7 +78,7 @@ def _install(environment: Environment, folder: Path, python: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     venv.create(folder, with_pip=True, symlinks=True)
     variables = {**os.environ, **environment.build, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-    # pip caches built wheels by name and version only, so its cache ignores build variables.
+    # pip caches wheels by name and version. A cached wheel may be built with other variables.
     kept = ["--no-cache-dir"] if environment.build else []
     pip = [str(python), "-m", "pip", "--no-input"]
     _run(environment, [*pip, "install", *kept, "--quiet", *environment.requirements], variables)

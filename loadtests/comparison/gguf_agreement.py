@@ -1,8 +1,8 @@
 """Compares Penstock with llama.cpp on a GGUF file: token ids of texts, and greedy answers.
 
 `python -m penstock.loadtests.comparison.gguf_agreement FILE` installs llama.cpp once, in a virtual
-environment of its own. Both then encode the same texts, and generate answers to the same prompts.
-Prompts are pieces of the encoded texts. The command prints every difference.
+environment of its own. Both engines encode the same texts and answer the same prompts. The prompts
+are consecutive parts of the encoded texts. The command prints every difference.
 """
 
 # ruff: noqa: RUF001  (the texts contain characters that look like others on purpose)

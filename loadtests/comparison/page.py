@@ -99,8 +99,7 @@ def _chart(record: Record, rows: Sequence[Row], phase: str) -> str:
 def _table(heads: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
     """Return an HTML table. `rows` are pairs of (CSS class, cells).
 
-    A cell that starts with a tab contains text. Such a cell is left-aligned and may have line
-    breaks.
+    A tab at the start of a cell marks it as text, which is left-aligned and may have line breaks.
     """
     head = "".join(f"<th>{escape(name)}</th>" for name in heads)
     body = "".join(

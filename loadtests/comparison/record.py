@@ -1,4 +1,4 @@
-"""The record of a comparison run, which is a JSON file. Records can be read and merged."""
+"""The record of a comparison run. Records are JSON files that can be merged."""
 
 import dataclasses
 import json

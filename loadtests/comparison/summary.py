@@ -78,7 +78,7 @@ def reached(run: EngineRun, work: Work, cost: Cost, phase: str) -> float:
 
 
 def advantage(ours: EngineRun, other: EngineRun, work: Work, phase: str) -> float:
-    """Return the speedup of `ours` over `other`, which is below 1 if `ours` is slower."""
+    """Return the speedup of `ours` over `other`; below 1 if `ours` is slower."""
     ratio = value(ours, work, phase) / value(other, work, phase)
     return ratio if phase == "throughput" else 1 / ratio
 

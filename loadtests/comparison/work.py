@@ -1,4 +1,4 @@
-"""The work that every engine does in each round, and its measurement."""
+"""Defines and measures the work that every engine does in each round."""
 
 import dataclasses
 import time
@@ -13,7 +13,7 @@ from penstock.loadtests.bench.flags import option
 from penstock.loadtests.comparison.process import EngineProcess
 
 _LOWEST_TOKEN = 3  # lower token ids are padding, begin and end tokens
-_REPEATS = 2  # number of repetitions of the short measurements
+_REPEATS = 2  # number of repetitions of each measurement with one prompt
 KEPT_ANSWERS = 16  # number of answers whose tokens are recorded for comparison
 _MIB = 2**20
 
@@ -122,7 +122,7 @@ def run_engine(
 
 @dataclass(frozen=True, slots=True)
 class _Cores:
-    """CPU seconds up to one point in time, each summed since its start."""
+    """Total CPU seconds at one point in time, since the start of each process or of the machine."""
 
     own: float  # CPU seconds of the engine's processes
     client: float  # CPU seconds that this process used

@@ -1,8 +1,8 @@
 """GPU tests and benchmarks: `make gpu`, or `python -m penstock.loadtests.gpu`.
 
 The run does not need Ray. Its sections measure the device's limits, compute every kernel once, and
-run the kernel tests and a KV transfer between two processes. Other sections time every operation
-against other implementations, and decode steps of the engine. They also replay loads against the
+run the kernel tests and a KV transfer between two processes. Other sections time decode steps of
+the engine, and every operation beside other implementations. They also replay loads against the
 engine and a plain torch engine, measure the cost of deterministic mode, and run an engine on two
 GPUs.
 
@@ -40,7 +40,7 @@ from penstock.loadtests.gpu import kernel_tests, tuning
 from penstock.loadtests.gpu.sections import Outcome, Section, read_figures, run_section
 from penstock.loadtests.gpu.table import report
 
-STAGE_SECONDS = 465.0  # with the starts of processes, a stage takes less than eight minutes
+STAGE_SECONDS = 465.0  # less than eight minutes, so that processes have time to start
 REPORT = "report.txt"
 CPU_FACTOR = 3.0  # factor of the time limits on a CPU, where a run only tests the command
 BOUNDS, TUNING = "bounds", "tuning"
@@ -90,7 +90,7 @@ def stages(folder: Path, device: str, small: bool) -> dict[str, list[Section]]:
 
 
 def chosen_sections(wanted: Sequence[str], by_stage: dict[str, list[Section]]) -> list[Section]:
-    """Return the sections that `wanted` names, by stage or by the start of the name.
+    """Return the sections that `wanted` names, by stage or by a prefix of the section's name.
 
     An empty list means all sections. The bounds section is always chosen, because other sections
     use its results.

@@ -6,8 +6,8 @@
 - arrivals: the same requests at random times, at a rate below the slower engine's throughput
 
 Both engines replay the same requests with greedy sampling. The fraction of equal first tokens shows
-whether they compute the same model. It is below 1 in 16-bit dtypes, where rounding changes some
-tokens of a model with random weights.
+whether the engines compute the same model. It is below 1 in 16-bit dtypes, because rounding changes
+some tokens of a model with random weights.
 """
 
 import gc
@@ -62,7 +62,7 @@ class Sizes:
     num_prompts: int = 8  # number of prompts that arrive while others decode
     prompt_len: int = 2000
     num_requests: int = 64
-    # Bounds of the prompt lengths, which are drawn uniformly.
+    # Prompt lengths are drawn uniformly between these bounds.
     prompt_lens: tuple[int, int] = (200, 1500)
     output_lens: tuple[int, int] = (32, 160)
     arrival_seconds: float = 12.0
@@ -114,7 +114,7 @@ def _random_requests(sizes: Sizes, count: int, rng: np.random.Generator) -> list
 
 
 class PenstockEngine:
-    """The engine with its stepper, which runs as in the thread of a worker."""
+    """The engine with its stepper. The stepper runs as in the thread of a worker."""
 
     def __init__(self, engine: Engine, name: str) -> None:
         self._engine, self._name = engine, name

@@ -45,8 +45,8 @@ def kv_cache(device: torch.device, small: bool, seed: int) -> torch.Tensor:
     """Return a random KV cache: [layers, 2, blocks, heads, block_size, head_dim] float16.
 
     The values depend on the seed, but not on the device. Only one layer is random, because making
-    gigabytes of random values on the host takes long. Each of the remaining layers is computed from
-    it on the device and differs from it in every value.
+    gigabytes of random values on the host takes long. Each of the other layers is computed from the
+    random layer on the device, and differs from that layer in every value.
     """
     layers, heads, block_size, head_dim, num_blocks = SMALL if small else FULL
     shape = (1, 2, num_blocks, heads, block_size, head_dim)
@@ -57,7 +57,7 @@ def kv_cache(device: torch.device, small: bool, seed: int) -> torch.Tensor:
 
 
 def sides_blocks(num_blocks: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Return random block ids at the source, and the ids of the destination's blocks."""
+    """Return random ids of the blocks to send, and of the destination's blocks to write."""
     rng = np.random.default_rng(3)
     half = num_blocks // 2
     return (

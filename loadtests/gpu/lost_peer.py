@@ -3,9 +3,9 @@
 The destination receives a message, waits for another, and the parent then kills the source. The
 wait must fail, the pair must be released, and a transfer from a second source must succeed.
 
-This runs over gloo with tensors on the CPU. On a machine with GPUs, it also runs over NCCL, on two
-GPUs if there are two. With one GPU, both sides use it, which NCCL accepts only if each process
-claims to be a separate host. If NCCL still refuses, the result says that this part was not run.
+The test runs over gloo with tensors on the CPU. On a machine with GPUs, it also runs over NCCL, on
+two GPUs if there are two. A single GPU is used by all processes. NCCL accepts this only if each
+process claims to be a separate host. If NCCL still refuses, the result says that NCCL was not run.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from penstock.loadtests.gpu.transfer_process import (
 from penstock.workers.kv_transfer.transport import DESTINATION, SOURCE, PairBroken, RankPair
 
 MODULE = "penstock.loadtests.gpu.lost_peer"
-# Timeout of the rendezvous, in which the other process may still be starting.
+# Timeout of the rendezvous. It is long, because the other process may still be starting.
 CONNECT_SECONDS = 20.0
 LOST_SECONDS = 5.0  # timeout of an operation, the same as in a worker
 ALL_SECONDS = 36.0  # time limit of all processes, in seconds
@@ -38,7 +38,7 @@ FIRST, SECOND = 0, 1
 
 
 def message(number: int, device: torch.device) -> torch.Tensor:
-    """Return the message of source `number`, which is the same in all processes."""
+    """Return the message of source `number`. It is the same in all processes."""
     generator = torch.Generator().manual_seed(number)
     values = torch.randint(256, (MESSAGE_BYTES,), generator=generator, dtype=torch.uint8)
     return values.to(device)

@@ -17,8 +17,8 @@ def expected_fraction(num_experts: int, top_k: int, num_tokens: int) -> float:
 def weight_bytes(spec: ModelSpec, dtype: torch.dtype, batch: int) -> float:
     """Return the weight bytes read by a step with one token of each of `batch` sequences.
 
-    The embeddings count with the rows of the tokens, or with all rows if they are tied to the head.
-    The experts count with the fraction that is expected to be used.
+    The embeddings count with one row per token, or with all rows if they are tied to the head. The
+    experts count with the fraction that the batch is expected to use.
     """
     total = 0.0
     for name, tensor in empty_decoder(spec, dtype, torch.device("meta")).tensors().items():

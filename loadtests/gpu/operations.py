@@ -15,7 +15,7 @@ from penstock.loadtests.gpu.work import Work
 
 
 def all_work(options: Options) -> Iterator[Callable[[], Iterable[Work]]]:
-    """Yield one function per kind of operation, which returns the operations of this kind.
+    """Yield one function per kind of operation. A function returns the operations of its kind.
 
     With separate functions, an error in one kind does not stop the other kinds.
     """

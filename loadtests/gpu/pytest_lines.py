@@ -5,8 +5,8 @@ If a run is stopped, its lines remain, and show which tests were running. With x
 that distributes the tests writes the lines.
 
 A worker process of xdist exits after a test with a CUDA error, because no later test can use its
-CUDA context. xdist then starts a new worker process, and reports the next test of the old one as
-crashed.
+CUDA context. xdist then starts a new worker process, and reports the next test of the old process
+as crashed.
 """
 
 import json

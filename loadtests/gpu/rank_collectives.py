@@ -1,7 +1,7 @@
-"""Checks and times the collectives of two ranks, which make the same calls.
+"""Checks and times the collectives of two ranks. Both ranks make the same calls.
 
 Every result is compared with one that is computed from both ranks' inputs. On a GPU, each call is
-also captured, and the graph is replayed with other inputs.
+also captured in a CUDA graph, and the graph is replayed with other inputs.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -49,7 +49,7 @@ OPERATIONS: dict[str, tuple[Operation, Callable[[list[Tensor], int], Tensor]]] =
 
 
 def inputs_of(rank: int, num_bytes: int, dtype: torch.dtype, number: int) -> Tensor:
-    """Return the input number `number` of a rank, which is the same in every process."""
+    """Return random values for a rank and an input number, the same in every process."""
     generator = torch.Generator().manual_seed(NUM_RANKS * number + rank)
     return torch.randn(num_bytes // dtype.itemsize, generator=generator).to(dtype)
 
@@ -60,7 +60,7 @@ def check_collectives(
     """Yield the name and the figures of every collective and size.
 
     Args:
-        groups: process groups of both ranks, by order of summation, such as `in rank order`.
+        groups: process groups of both ranks; the keys name the order of summation.
     """
     for order, group in groups.items():
         # Only all-reduce adds numbers, so only it depends on the order of summation.

@@ -16,7 +16,7 @@ Prompt = Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request of a load, which arrives `arrival` seconds after the start of the load.
+    """A request that arrives `arrival` seconds after the start of its load.
 
     Attributes:
         after: index of an earlier request. The later request arrives no earlier than the first

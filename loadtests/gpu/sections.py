@@ -18,7 +18,7 @@ _LAST_WORDS = 2000  # characters of the process output that a failure report con
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A module to run in its own process, which writes its results to the file of `--json`.
+    """A module that runs in its own process and writes its results to the file of `--json`.
 
     The section fails if its exit code is not 0, if it takes longer than `seconds`, or if its
     results contain `failures`.
@@ -33,7 +33,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Result of a section. It includes the figures even if the section failed."""
+    """Result of a section. A failed section may have figures, too."""
 
     name: str
     seconds: float
@@ -46,7 +46,7 @@ class Outcome:
 
 
 def run_section(section: Section, seconds_left: float) -> Outcome:
-    """Run a section until its own time limit, or until the time limit of the whole run."""
+    """Run a section. It is stopped at its own time limit, or after `seconds_left` of the run."""
     began, limit = time.monotonic(), min(section.seconds, seconds_left)
     if limit <= 0:
         return Outcome(section.name, 0.0, ["not started: no time left"], {})

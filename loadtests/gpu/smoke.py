@@ -38,7 +38,7 @@ from penstock.loadtests.gpu.smoke_inputs import Inputs
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SECONDS = 130.0  # time limit of the section, in seconds
-COMPILE_SECONDS = 60.0  # time for compiling; kernels that are not ready are left out
+COMPILE_SECONDS = 60.0  # time limit of compiling; kernels that are not ready by then fail
 CASE_SECONDS = 20.0  # seconds after which the process of a case is stopped
 INTERPRETED_CASE_SECONDS = 300.0
 INTERPRETED_SECONDS = 400.0  # time limit of the section under the interpreter
@@ -134,7 +134,7 @@ def watch(
         lines = read_lines(path)
         nothing: dict[str, Any] = {"number": skipped - 1, "outcome": "none"}
         last = lines[-1] if lines else nothing
-        if last["outcome"] != "started":  # the process did not crash while it ran a case
+        if last["outcome"] != "started":  # the process failed before or after a case
             line = {"case": f"{group}: process", "dtype": dtype, "number": last["number"]}
             _append(path, line | {"outcome": "failed", "why": f"{reason}: {words[-500:]}"})
             return
@@ -179,13 +179,13 @@ def _append(path: Path, line: dict[str, Any]) -> None:
 
 
 def compile_case(module: str, index: int, chip: DeviceInfo) -> list[dict[str, Any]]:
-    """Compile the kernels of an AOT case for a chip and return a line for each."""
+    """Compile the kernels of an AOT case for a chip and return one line per kernel."""
     jobs = importlib.import_module("tests.aot.jobs")
     return [asdict(report) for report in jobs.reports(jobs.Job(module, index, chip))]
 
 
 def compile_all(chip: DeviceInfo, names: Sequence[str], ends: float) -> Iterator[dict[str, Any]]:
-    """Compile the AOT cases of modules `names` until time `ends` and yield a line per kernel."""
+    """Compile the AOT cases in modules `names` until time `ends` and yield a line per kernel."""
     jobs = [
         (module, index)
         for module in (f"tests.aot.cases.{name}" for name in names)
@@ -212,7 +212,7 @@ def compile_all(chip: DeviceInfo, names: Sequence[str], ends: float) -> Iterator
 
 
 def figures_of(compiled: Sequence[dict[str, Any]], paths: Sequence[Path]) -> dict[str, Any]:
-    """Return the results so far as JSON values. Failed cases and compilations are its failures."""
+    """Return the results so far as JSON values; `failures` has failed cases and compilations."""
     cases = [line for path in paths for line in read_lines(path) if line["outcome"] != "started"]
     complaints = [
         f"{line['kernel']} ({line['case']}): {complaint}"

@@ -66,7 +66,7 @@ SHORT_DECODES, SHORT_MIXED = [(1, 1), (1, 70)], [(1, 33), (20, 40)]
 
 
 def attention(inputs: Inputs) -> Iterator[Case]:
-    """Yield paged attention of decodes and chunks, in the shapes of common models."""
+    """Yield cases of paged attention (decode and mixed steps), in the shapes of common models."""
     decodes, mixed = (SHORT_DECODES, SHORT_MIXED) if inputs.small else (DECODES, MIXED)
     eight, few = (1, 4, 64) if inputs.small else (8, 4, 128), (1, 2, 64)
     yield "decode, 8 x 4 heads of 128", lambda: _attend(inputs, decodes, eight)
@@ -112,7 +112,7 @@ def _attend(
 
 
 def mla(inputs: Inputs) -> Iterator[Case]:
-    """Yield MLA of decodes and chunks."""
+    """Yield cases of MLA (decode and mixed steps)."""
     decodes, mixed = (SHORT_DECODES, SHORT_MIXED) if inputs.small else (DECODES, MIXED)
     yield "decode", lambda: _attend_latent(inputs, decodes, False)
     yield "mixed", lambda: _attend_latent(inputs, mixed, False)
@@ -258,7 +258,7 @@ def _mix(inputs: Inputs, num_tokens: int, clamped: bool) -> Result:
 
 
 def blocks(inputs: Inputs) -> Iterator[Case]:
-    """Yield copies of KV blocks and their checksums, which must be exact."""
+    """Yield cases of KV block copies and checksums. The results must be exact."""
     yield "gather and scatter", lambda: _move(inputs)
     data = inputs.randn(1001)
     yield "checksum", lambda: (_integer(checksum(data)), _integer(_expected_checksum(data)))

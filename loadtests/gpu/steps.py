@@ -130,10 +130,9 @@ def decode(engine: Engine, clock: Clock, batch: int, load: Load) -> list[Step]:
 
 @contextmanager
 def noted_waits(device: torch.device) -> Iterator[list[str]]:
-    """Yield a list, to which the exit adds source lines that wait for the device.
+    """Yield a list that contains, after the exit, the source lines that waited for the device.
 
-    These are lines that synchronized implicitly. They come from the warnings of
-    `torch.cuda.set_sync_debug_mode`.
+    `torch.cuda.set_sync_debug_mode` warns about each line that synchronizes implicitly.
     """
     waits: list[str] = []
     if device.type != "cuda":

@@ -1,6 +1,6 @@
 """A plain torch engine, as a baseline: eager operations, contiguous KV cache, SDPA.
 
-The weights are those of a `Decoder` (the same memory). The baseline uses only operations of torch:
+The weights share the memory of a `Decoder`. The baseline uses only operations of torch:
 fused projections, batched decode steps, and attention by `scaled_dot_product_attention`. Prompts
 are computed whole and one at a time. Steps with a prompt alternate with decode steps. There are no
 CUDA graphs, no paging, no prefix cache and no overlap of steps.
@@ -82,7 +82,7 @@ class TorchModel:
         """Compute one token for each of the first R rows and return the next tokens, [R].
 
         Args:
-            tokens: [R].
+            tokens: [R] latest token of each row.
             positions: [R] position of each token.
             longest: largest position of all rows, plus 1.
             equal: whether all positions are equal, so that no mask is needed.
@@ -100,7 +100,7 @@ class TorchModel:
             keys, values = self.kv[number, :, :num_rows]
             keys[rows, :, positions] = key
             values[rows, :, positions] = value
-            # The query heads of a KV head form one matrix, so that its keys are not copied.
+            # The query heads of a KV head form one matrix, so that the keys are not copied.
             grouped = query.view(num_rows, self.kv_heads, -1, self.dim)
             mixed = functional.scaled_dot_product_attention(
                 grouped, keys[:, :, :longest], values[:, :, :longest], attn_mask=mask

@@ -1,8 +1,8 @@
 """Child processes of the transfer tests, and the relay of their rendezvous stores.
 
-The processes exchange values of their rendezvous stores. They write and read these as JSON lines on
-stdout and stdin, and their parent forwards the lines. A line without "key" is a report to the
-parent.
+The processes exchange values of their rendezvous stores. A process writes its values to stdout as
+JSON lines, and the parent forwards each line to the peer's stdin. A line without "key" is a report
+to the parent.
 """
 
 import json
@@ -51,7 +51,7 @@ def _listen(lines: IO[str], stores: Mapping[int, MirrorStore]) -> None:
 
 
 def finish(operation: Operation) -> None:
-    """Wait until an operation ends. It fails at the timeout of its pair."""
+    """Wait until an operation ends. The operation fails at the timeout of its rank pair."""
     while not operation.ready():
         time.sleep(1e-4)
     operation.check()
@@ -60,7 +60,7 @@ def finish(operation: Operation) -> None:
 def release(pair: RankPair, rank: int) -> None:
     """Close a pair once the destination has received everything.
 
-    A send that has completed may still be in a buffer of NCCL, which is lost when the source exits.
+    The data of a completed send may still be in a buffer of NCCL. It is lost if the source exits.
     """
     if rank == SOURCE:
         pair.store.wait([DONE_KEY])
@@ -125,7 +125,7 @@ class Child:
             else:
                 self.figures = message
                 self.reported.set()
-        self.reported.set()  # after its end, the process reports nothing more
+        self.reported.set()  # ends a wait for a report, since none follows
 
     def forward(self, line: str) -> None:
         """Write a line to the process, unless it has ended."""

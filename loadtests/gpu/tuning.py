@@ -49,13 +49,13 @@ NUM_CHILDREN = 2  # number of child processes per problem
 SWEEP_ROUNDS, SWEEP_SECONDS = 3, 0.005  # rounds of each candidate, and seconds of each round
 NUM_PAIRS = 3  # number of alternating measurements of the best candidate and the default
 LEAST_GAIN = 1.03
-FOLDER = "tiles"  # name of the folder, inside the folder of results, for the written file
+FOLDER = "tiles"  # subfolder of the results that gets the file of tuned tiles
 
 
 def check_candidates(
     problem: Problem, index: int, num_children: int, skipped: int
 ) -> Iterator[dict[str, Any]]:
-    """Run every `num_children`-th candidate, except the first `skipped` of them.
+    """Run every `num_children`-th candidate from `index` on, without the first `skipped` ones.
 
     Yields a line before and after each candidate, as in `smoke.run_group`.
     """
@@ -174,7 +174,7 @@ def _gain(base: dict[str, float], found: dict[str, float]) -> float:
 
 
 def write_tiles(folder: Path, product: str, swept: Sequence[dict[str, Any]]) -> Path:
-    """Write the file of tuned tiles of a product and return its path."""
+    """Write the file of tuned tiles for the GPU model `product`, and return its path."""
     tiles: dict[str, dict[str, Candidate]] = {}
     for figures in swept:
         if figures["best"] != figures["default"] and figures["least_gain"] >= LEAST_GAIN:

@@ -1,7 +1,7 @@
 """Problems of the tuning sweep: kernels with tile sizes, for the shapes of the models.
 
 The file of tuned tiles has one entry for each problem. Workloads have the sizes that are timed. The
-check is a small workload. It uses the same compiled kernel, because batch sizes are not compiled
+check is a small workload that runs the same compiled kernel, because batch sizes are not compiled
 into kernels.
 """
 
@@ -219,7 +219,7 @@ def _expert_problems(
 def _weight_only_problems(
     chip: DeviceInfo, device: torch.device, dtype: torch.dtype, is_small: bool
 ) -> Iterator[Problem]:
-    """Yield problems of weight-only products. All products of a layer share an entry."""
+    """Yield problems of matmuls with weight-only quantization, one for all matmuls of a layer."""
     config = SHAPES[WEIGHT_ONLY].config
     if is_small:
         config = {**small(config), "hidden_size": 128, "intermediate_size": 128}

@@ -1,9 +1,9 @@
 """Runs collectives and an engine with two ranks, in two processes with a GPU each, over NCCL.
 
-1. The collectives of a worker's ranks: see `rank_collectives`. 2. An engine with one rank, on the
-first GPU, answers two loads. 3. A deterministic engine with two ranks must pass the check that
-workers make at their start, and
-   give the same tokens for requests together and alone.
+1. The collectives of a worker's ranks: see `rank_collectives`.
+2. An engine with one rank, on the first GPU, answers two loads.
+3. A deterministic engine with two ranks must pass the check that workers make at their start, and
+   give the same tokens in batches of different sizes.
 4. An engine with two ranks answers the loads of the first engine.
 
 The section needs two GPUs, and protobuf for the messages between ranks. If one is missing, the
@@ -51,7 +51,7 @@ LOST_SECONDS = 3.0  # seconds for which a rank may continue after the other one 
 WEIGHTS_KEY = "the weights are written"
 LOADS = {"1 request": [Request(400, 64)], "32 requests": [Request(400, 64)] * 32}
 SMALL_LOADS = {"1 request": [Request(20, 6)], "3 requests": [Request(20, 6)] * 3}
-NUM_SINGLE = 3  # number of requests that the deterministic engine answers alone as well
+NUM_SINGLE = 3  # the deterministic engine also answers batches of 1 to this many requests
 
 
 def absent(device: str) -> str:
@@ -187,7 +187,7 @@ def run_leader(rank: Rank) -> Iterator[dict[str, Any]]:
 
 
 def check_deterministic(rank: Rank, engine: Engine) -> list[str]:
-    """Return what is wrong with the answers of a deterministic engine."""
+    """Return a failure if answers of a deterministic engine depend on the size of the batch."""
     check_batch_invariance(engine)
     engine.warm_up()
     requests = list(rank.loads.values())[-1]

@@ -1,4 +1,4 @@
-"""A benchmark of one operation, which times our implementation and its peers."""
+"""Benchmark of one operation: times our implementation and other ones (peers)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -73,7 +73,7 @@ def checked(outcomes: Sequence[Outcome]) -> Sequence[Outcome]:
 
 
 def steady_rate(outcomes: Sequence[Outcome]) -> float:
-    """Return the tokens per second during the time in which all of these requests were decoding.
+    """Return the tokens per second while all of these requests were decoding.
 
     The interval starts when each request has received at least two messages, because the first
     message contains the results of prefill. It ends when the first request receives its last

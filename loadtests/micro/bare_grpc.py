@@ -1,4 +1,4 @@
-"""A gRPC server without Penstock's code, which sends the replies of a router."""
+"""Sends the replies of a router from a gRPC server without Penstock's code."""
 
 import asyncio
 import sys

@@ -1,9 +1,9 @@
 """Measures how long a router's `/health` takes while the router handles costly requests.
 
 `python -m penstock.loadtests.micro.costly_requests` runs one real router process and one stub
-worker without a model. It sends requests that are as large as a request may be, or too large, one
-kind at a time, and calls `/health` every few milliseconds meanwhile. The longest call shows how
-long the event loop was busy with one request. The bound of 50 ms is for a quiet machine.
+worker without a model. It sends requests that are as large as allowed, or too large, one kind at a
+time. Meanwhile, it calls `/health` every few milliseconds. The longest call shows how long the
+event loop was busy with one request. The bound of 50 ms is for a quiet machine.
 """
 
 import asyncio

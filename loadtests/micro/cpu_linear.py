@@ -105,7 +105,7 @@ def _pack(
 
 
 def _pack_q8_0(weight: Tensor) -> Callable[[Tensor], Tensor]:
-    """Pack a weight as packed Q8_0 blocks of GGUF files: INT8 codes in groups of 32 inputs."""
+    """Quantize and pack a weight as in GGUF's Q8_0: INT8 codes in groups of 32 inputs."""
     num_outputs, num_inputs = weight.shape
     blocks = quantize_weight(weight.reshape(-1, 32), "int8")
     codes = blocks.codes.view(num_outputs, num_inputs)

@@ -1,4 +1,4 @@
-"""CPU time of processes in nanoseconds. (`psutil` reads it in ticks of 10 ms.)"""
+"""CPU time of processes with a resolution of nanoseconds. (`psutil` reads ticks of 10 ms.)"""
 
 import ctypes
 import os

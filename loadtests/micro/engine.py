@@ -73,7 +73,7 @@ class RoundTimes:
 
 
 def measure_limits(clock: Callable[[], float], seconds: float = 0.5) -> Limits:
-    """Measure both limits. Each is that of the fastest call within `seconds`."""
+    """Measure both limits. Each is the rate of the fastest call within `seconds`."""
     a, b = torch.randn(1024, 2048), torch.randn(2048, 2048)
     memory = torch.ones(64 << 20)
     product = _fastest(lambda: torch.mm(a, b), clock, seconds)
@@ -169,7 +169,7 @@ async def _measure(options: Options) -> dict[str, Any]:
         )
         engine = Engine(config)
     engine.warm_up()
-    engine.cache.data.zero_()  # so that measured runs have no page faults of first writes
+    engine.cache.data.zero_()  # page faults of first writes must not slow measured runs
     figures = Figures()
     for number in range(options.rounds + 1):
         limits = measure_limits(options.clock)

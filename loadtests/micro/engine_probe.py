@@ -1,8 +1,8 @@
 """Prints the engine and scheduler ratios of a source tree as one line of JSON.
 
 `python -P engine_probe.py MODULE ROUNDS THREADS` runs this file as a script. PYTHONPATH contains
-the source tree. MODULE is the regression check of the source tree, which may belong to another
-commit than this file.
+the source tree, which may be of another commit than this file. MODULE is the name of the tree's
+regression check.
 """
 
 import importlib

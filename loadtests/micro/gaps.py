@@ -1,9 +1,9 @@
 """Measures the idle time between two steps of the engine.
 
 `python -m penstock.loadtests.micro.gaps` measures the time from sampling in one step to the start
-of the model in the next step, while a fixed number of sequences decodes. Two modes alternate. One
-runs the steps one by one. The other is overlap stepping as in a worker, which plans each step while
-the previous step is in flight.
+of the model in the next step, while a fixed number of sequences decodes. Two modes alternate: steps
+one by one, and overlap stepping as in a worker. Overlap stepping plans each step while the previous
+step is in flight.
 """
 
 import dataclasses

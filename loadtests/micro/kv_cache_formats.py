@@ -8,7 +8,7 @@
   because keys of real models have such features. The step has one token and a long context.
 - Time of attention: the CPU time of one thread for a step of several sequences, relative to
   float32. The formats take turns in each round, and each figure is the minimum over the rounds.
-- Answers: greedy answers of a model to random prompts, compared with those with a float32 cache.
+- Answers: greedy answers to random prompts, compared with the answers with a float32 cache.
   The figures are the fraction of equal answers, and the mean fraction of an answer before its first
   different token.
 """

@@ -35,7 +35,7 @@ class Requests:
 
 @dataclasses.dataclass(slots=True)
 class RoundTimes:
-    """Times of each request in milliseconds, in the order of sending."""
+    """TTFT of each request in milliseconds, in the order of sending."""
 
     ttft: list[float] = dataclasses.field(default_factory=list)  # times through `penstock serve`
     prefill: list[float] = dataclasses.field(default_factory=list)  # times of the engine alone

@@ -5,8 +5,8 @@ load. Its stub workers have fixed step times and a bounded number of sequences. 
 highest rate at which 99% of the requests keep both goals: the first token within 1 s, and 50 ms per
 further token. The figures and goals are those of `penstock simulate overload`, in wall time:
 
-- at three times the capacity, the goodput is at most 5% lower, and the p99 of the first token of
-  admitted requests is at most twice as high;
+- at three times the capacity, the goodput is at most 5% lower than at the capacity, and the p99
+  TTFT of admitted requests is at most twice as high;
 - one greedy tenant among ten costs the others at most 5% of their goodput.
 
 Steps are slow and slots are few, so that neither the router nor the clients limit the capacity. The
@@ -181,7 +181,7 @@ async def send_load(
 def counted_calls(calls: Sequence[Call], tenants: Sequence[str]) -> list[Call]:
     """Return the calls to evaluate.
 
-    If there are several tenants, those of the greedy tenant are left out.
+    If there are several tenants, the calls of the greedy tenant are left out.
     """
     others = set(tenants) - {GREEDY}
     if not others:

@@ -1,8 +1,8 @@
 """Measures the time of a placement decision with a large prefix index.
 
 `python -m penstock.loadtests.micro.placement` fills the index of a router with the blocks of many
-conversations and then places prompts that extend them. It prints the CPU time of a decision, which
-matches the prompt and chooses the worker. It also prints the CPU time of the match alone and of
+conversations and then places prompts that extend them. A decision matches the prompt with the index
+and chooses the worker. The command prints the CPU time of a decision, of the match alone and of
 hashing the prompt, and the memory of the index for each block. Prompts share a system prompt that
 all workers have cached. With `--split`, half of the workers are prefill workers and the others
 decode workers, with measured speeds and KV transfers.
@@ -65,7 +65,7 @@ class Figures:
     decision: float
     decision_p10: float
     decision_p90: float
-    decision_warm: float  # time of the same decisions again, with their blocks in the CPU's caches
+    decision_warm: float  # time of repeated decisions, whose blocks are in the CPU's caches
     match: float
     bytes_per_block: float
     pairs: int  # number of (block, worker) pairs
@@ -95,7 +95,7 @@ class Fixture:
         return WorkerLoad(queued_tokens=self.rng.randrange(20_000))
 
     def _split(self) -> None:
-        """Report prompts of prefill workers, decode steps of decode workers, and KV transfers."""
+        """Record measured speeds of prefill workers, decode workers and KV transfers."""
         for view in self.registry.views():
             computes = view.role == "prefill"
             for step in range(1, 11):
@@ -119,7 +119,7 @@ class Fixture:
             self._store(name, system, START)
         num_blocks, own = SYSTEM_BLOCKS, load.depth - SYSTEM_BLOCKS - NEW_BLOCKS
         while num_blocks < load.blocks:
-            # Two conversations share each document, which a few workers have cached.
+            # Each document is shared by two conversations and cached by a few workers.
             document = self._new_blocks(own // 2)
             names = self.rng.sample(self.names, min(3, len(self.names)))
             for name in names:
@@ -139,7 +139,7 @@ class Fixture:
         self.num_pairs += len(blocks)
 
     def request(self, number: int) -> Request:
-        """Return a request that extends a conversation. Its hashes are newly created objects."""
+        """Return a request that extends a conversation. The request's hashes are new objects."""
         blocks, _ = self.rng.choice(self.chats)
         hashes = [int(str(block)) for block in blocks] + self._new_blocks(NEW_BLOCKS)
         prompt = range(len(hashes) * BLOCK + 5)

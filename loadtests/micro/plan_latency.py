@@ -58,7 +58,7 @@ def make_plan(load: Load, number: int) -> StepPlan:
 
 
 def follow(pipe: Connection, address: str, load: Load, rank: int, way: str) -> None:
-    """Run a follower: receive all plans, then send the monotonic times of their decoding."""
+    """Run a follower: receive all plans, then send the monotonic time at which each was decoded."""
     node = "near" if way == _TRANSPORTS[0] else f"node {rank}"
     reader = connect_plan_reader(RemoteStore(address, None), rank, load.followers + 1, node, _HOST)
     pipe.send("ready")

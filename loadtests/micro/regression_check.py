@@ -82,7 +82,7 @@ class RatioChange:
 
     @property
     def by(self) -> float:
-        """Relative change of the median, which is negative if the ratio got worse."""
+        """Relative change of the median; negative if the ratio got worse."""
         return self.now.median / self.before.median - 1
 
     @property

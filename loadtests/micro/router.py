@@ -1,8 +1,8 @@
 """Measures the cost of additional workers at one router.
 
-`python -m penstock.loadtests.micro.router` runs one real router process, and stub workers in other
-processes, which use the real worker protocol. It sends requests at the same rate with few and with
-many workers, and reports the router's memory, CPU time and added latency for each number of
+`python -m penstock.loadtests.micro.router` runs one real router process. Stub workers in other
+processes use the real worker protocol. The benchmark sends requests at the same rate with few and
+with many workers, and reports the router's memory, CPU time and added latency for each number of
 workers. Token ids encode the time at which they were generated, and stub workers answer
 immediately, so the latencies are those of the router and its connections only.
 """

@@ -5,7 +5,7 @@ without a model and 64 concurrent streams. The streams alternate between HTTP an
 round, a bare grpc.aio server without Penstock's code also sends the same replies at the same rate.
 The router's CPU time over gRPC is reported as a multiple of the bare server's CPU time. With
 `--against FOLDER`, the router of another source tree takes turns with this one. Every second round
-has the reverse order.
+measures the servers in reverse order.
 
 CPU time is that of the server process and its helper processes, so that other load on the machine
 matters little. A round has three loads with different numbers of requests, steps and tokens. Their
@@ -43,7 +43,7 @@ _ROOT = Path(penstock.__file__).parent.parent
 _MODEL = Path(penstock.__file__).parent / "models" / "demo-small"
 _PROMPT = "Tell me a story."
 _TERMS = ("request", "step", "token")
-# Streams of the first load per stream of the second load, which gives the cost of a step.
+# Streams of the first load per stream of the second load. The second load gives the step cost.
 _STREAMS_OF_FEW = 16
 _BURSTS = 8  # number of bursts sent to measure the cost of a request
 

@@ -6,11 +6,9 @@ three ways with the tokenizer of the bundled model:
 
 - Random answer: a token is drawn from each mask, until the end token is allowed or the answer is
   too long. An answer that ends must be valid by `jsonschema`.
-- Valid document: the masks must accept it up to its end. Otherwise the third check would prove
-  nothing.
+- Valid document: the masks must accept all of it. Otherwise the third check would prove nothing.
 - Invalid document: a valid document in which a value is made wrong, or a property is renamed or
-  removed. The masks must refuse a token no later than the one with the first character after the
-  mistake.
+  removed. The masks must refuse a token that begins at the end of the mistake or earlier.
 
 The exit code is 1 if a check fails.
 """
@@ -65,7 +63,7 @@ class Drawn:
     """A random schema with a valid document.
 
     Attributes:
-        wrong: by path of each value in the document, another value that is invalid there.
+        wrong: for the path of each value in the document, a value that is invalid there.
     """
 
     numbers: random.Random
@@ -90,7 +88,7 @@ class Drawn:
     def value(self, path: tuple[str | int, ...], depth: int) -> tuple[Schema, Any]:
         """Return a random schema and a valid value for it.
 
-        An invalid value is recorded for the path.
+        An invalid value for the same path is recorded in `wrong`.
         """
         if depth < MAX_DEPTH and self.numbers.random() < 0.4:
             nested = self.numbers.choice((self.object, self._array))
@@ -154,7 +152,7 @@ def draw(seed: int) -> tuple[Schema, Any, Drawn]:
 
 
 def with_value(document: Any, path: Sequence[str | int], value: Any) -> tuple[str, int]:
-    """Return the JSON text of `document` with `value` at `path`, and the index of its end."""
+    """Return the JSON text of `document` with `value` at `path`, and the end index of `value`."""
     if not path:
         text = json.dumps(value, ensure_ascii=False)
         return text, len(text)

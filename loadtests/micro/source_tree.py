@@ -50,12 +50,12 @@ class SourceTree:
     def has_admin_port(self) -> bool:
         """True if `penstock serve` of this tree has `--admin-port`.
 
-        Otherwise, the HTTP port has metrics.
+        Otherwise, the HTTP port serves the metrics.
         """
         return "admin_port" in (self.root / "penstock/cluster/configs.py").read_text("utf-8")
 
     def module(self, names: tuple[str, ...]) -> str:
-        """Return the first of `names` that this tree contains. Raises ValueError if none is."""
+        """Return the first of `names` that is in this tree. Raises ValueError if there is none."""
         for name in names:
             path = self.root.joinpath(*name.split("."))
             if path.with_suffix(".py").is_file() or (path / "__init__.py").is_file():

@@ -131,10 +131,7 @@ def _cpu_seconds(root: int) -> float:
 
 
 def _memory(root: int) -> dict[str, float]:
-    """Return the PSS in MB of `root` and all its descendants.
-
-    The sum is given for each name of a process.
-    """
+    """Return the PSS in MB of `root` and all its descendants, summed by process name."""
     sizes: dict[str, float] = {}
     for process in _tree(root):
         with suppress(psutil.NoSuchProcess):

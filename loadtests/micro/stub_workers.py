@@ -53,7 +53,7 @@ class Run:
 
 
 class StubWorker(worker_pb2_grpc.WorkerServicer):
-    """A stub worker of role mixed.
+    """A stub worker with the role "mixed".
 
     It sends an answer's first token at once, and then one token per step.
 

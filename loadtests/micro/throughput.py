@@ -33,7 +33,7 @@ class Requests:
 
 @dataclasses.dataclass(slots=True)
 class Rates:
-    """Tokens per second of one side. Each list has one value per round."""
+    """Tokens per second of `penstock serve` or of the engine alone, one value per round."""
 
     steady: list[float] = dataclasses.field(default_factory=list)  # rate while all requests decode
     # Rate of the whole run, including prefill.

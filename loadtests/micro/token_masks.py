@@ -1,10 +1,10 @@
-"""Measures the time to fill token masks for large vocabularies, and its cost for other streams.
+"""Measures the time to fill token masks for large vocabularies, and the cost for other streams.
 
 `python -m penstock.loadtests.micro.token_masks` makes three measurements:
 
-- Filling: it makes byte-level vocabularies of random words, and takes those of `--ranks`. It
-  follows random answers of some JSON Schemas and measures the CPU time of the thread that fills the
-  masks.
+- Filling: the vocabularies are byte-level ones of random words, and those of `--ranks`. The
+  benchmark draws random answers of some JSON Schemas, and measures the thread's CPU time to fill
+  each mask.
 - Other streams: it decodes with the bundled model, alternately without constraints and with
   constraints on half of the sequences. It compares the CPU time per token.
 - Forced tokens: it generates answers of a schema, alternately with one forced token and with
@@ -105,10 +105,10 @@ def write_vocabulary(folder: Path, size: int, seed: int = 0) -> None:
 
 
 def write_ranks(folder: Path, file: Path) -> int:
-    """Write a byte-level tokenizer with the tokens of a file of js-tiktoken; return its size.
+    """Write a byte-level tokenizer with the tokens of a js-tiktoken file; return its size.
 
-    The file assigns a JSON object. Each line of its `bpe_ranks` has a sign, the first rank, and the
-    base64 tokens from that rank on.
+    The file assigns a JSON object. Each line of the value `bpe_ranks` has a sign, the first rank,
+    and the base64 tokens from that rank on.
     """
     text = file.read_text()
     ranks = json.JSONDecoder().raw_decode(text, text.index("{"))[0]["bpe_ranks"]
@@ -134,7 +134,7 @@ def _write(folder: Path, vocab: dict[str, int]) -> None:
 
 
 def _pieces(numbers: random.Random, space: str) -> Iterator[str]:
-    """Yield digits, pieces of JSON punctuation, and then random words without end."""
+    """Yield numbers, pieces of JSON punctuation, and then random words endlessly."""
     yield from (f"{number:0{digits}}" for digits in (2, 3) for number in range(10**digits))
     signs = ('{"', '":', '",', '"}', "[{", "}]", '":"', '","', '"},', "}}", "]}", '{"')
     yield from (lead + sign for sign in signs for lead in ("", space))
@@ -243,9 +243,9 @@ def measure_others(setup: Setup, load: Load) -> dict[str, Any]:
 
 
 def measure_forced(setup: Setup, load: Load) -> dict[str, Any]:
-    """Return steps and CPU time per answer without and with extra forced tokens.
+    """Return steps and CPU time per answer, without and with extra forced tokens.
 
-    With them, a step adds up to `MAX_FORCED` forced tokens.
+    With extra forced tokens, a step adds up to `MAX_FORCED` of them.
     """
     engine = Engine(WorkerConfig("masks", setup.model_folder, threads=setup.threads))
     engine.warm_up()

@@ -112,10 +112,10 @@ async def measure_router(tree: SourceTree, amounts: Amounts) -> Figures:
 
 
 async def measure_serving(tree: SourceTree, amounts: Amounts) -> Figures:
-    """Run `penstock serve` with prefill and decode workers and return the figures of this server.
+    """Run `penstock serve` with prefill and decode workers, and measure the server.
 
-    The figures are those of its start, its request path and its KV transfers. Both trees serve the
-    same checkpoint, the bundled model of this tree.
+    Returns figures of the start, the request path and the KV transfers. Both trees serve the same
+    checkpoint, the bundled model of this tree.
     """
     arguments = [str(SHIPPED_MODEL), "--threads", str(amounts.threads)]
     async with serving(arguments, tree) as server:
@@ -209,7 +209,7 @@ async def _send(
 async def _cpu_seconds(
     processes: Sequence[psutil.Process], work: Coroutine[Any, Any, _T]
 ) -> tuple[float, _T]:
-    """Run `work`. Return the CPU seconds that the processes used in that time, and its result."""
+    """Run `work`. Return the CPU seconds that the processes used, and the result of `work`."""
     before = sum(map(_cpu_used, processes))
     result = await work
     return sum(map(_cpu_used, processes)) - before, result

@@ -74,9 +74,9 @@ def write_gptq(source: Source, folder: Path) -> Path:
 
 
 def write_awq(source: Source, folder: Path) -> Path:
-    """Write a checkpoint in AWQ form:
+    """Write a checkpoint in AWQ form.
 
-    4 bits in groups of 128, with scaled inputs and clipped ranges.
+    The weights have 4 bits in groups of 128, with scaled inputs and clipped ranges.
     """
     config = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True,
               "version": "gemm"}  # fmt: skip
@@ -103,7 +103,7 @@ def write_awq(source: Source, folder: Path) -> Path:
 
 
 def _awq_pairs(source: Source) -> list[tuple[str, list[str]]]:
-    """Return pairs of a module that absorbs scales and the modules with scaled inputs."""
+    """Return pairs: a module that absorbs the scales, and the modules with scaled inputs."""
     layers = sorted({module.rsplit(".", 2)[0] for module in source.inputs})
     pairs = []
     for layer in layers:

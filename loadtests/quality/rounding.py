@@ -44,7 +44,7 @@ class Rounded:
 
 
 def group_levels(part: Tensor, fraction: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Return float16 scales and zero points [N] of 16 levels for a part of each row's range."""
+    """Return float16 scales and zero points [N] of 16 levels for `fraction` of each row's range."""
     low, high = part.amin(1).clamp_max(0) * fraction, part.amax(1).clamp_min(0) * fraction
     scales = ((high - low) / 15).clamp_min(1e-6).half().to(part.dtype)
     return scales, (-low / scales).round().clamp(0, 15)
@@ -85,7 +85,7 @@ def gptq(weight: Tensor, hessian: Tensor) -> Rounded:
 def clipped(weight: Tensor, importance: Tensor) -> Rounded:
     """Round each group after clipping it to a fraction of its range.
 
-    The fraction is that with the smallest weighted error.
+    Each group gets the fraction with the smallest weighted error.
 
     Args:
         importance: [K] weight of each input's squared error.

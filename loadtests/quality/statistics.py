@@ -14,7 +14,7 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """An estimate with the ends of its interval."""
+    """An estimate with the bounds of its confidence interval."""
 
     value: float
     low: float
@@ -34,7 +34,7 @@ class Results:
 
     @property
     def exact_match(self) -> float:
-        """Percentage of the questions that are answered exactly."""
+        """Percentage of the questions whose answer is accepted."""
         return 100 * float(self.right.mean())
 
 

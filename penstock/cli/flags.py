@@ -73,9 +73,9 @@ def read_spec(arguments: Sequence[str]) -> ClusterSpec:
 
 
 def _with_flag(message: str, flags: Mapping[str, str]) -> str:
-    """Replace the setting at the start of an error message by the flag that set it.
+    """Replace the name of a setting at the start of an error message by the name of its flag.
 
-    The message is not changed if no flag set the setting.
+    The message is not changed if the setting was not set by a flag.
     """
     words = message.split(": ")
     for length in (1, 2):  # the setting may contain ": ", as in `pools.decode: labels: ...`
@@ -148,7 +148,7 @@ def _default_pools(ranks: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_default_pools(content: dict[str, Any], ranks: dict[str, Any]) -> dict[str, Any]:
-    """Add the default pools to `content`, unless it has a pool that is not one of them."""
+    """Add the default pools to `content` if all pools of `content` are default pools."""
     default, bounded = _default_pools(ranks), content.get("pools", {})
     return merged({"pools": default}, content) if bounded.keys() <= default.keys() else content
 

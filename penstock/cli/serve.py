@@ -45,8 +45,8 @@ ECHO_SECONDS = 0.5  # another signal within this many seconds of the first is ig
 def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit code.
 
-    The code is 2 if an argument is wrong, so that no process was started. It is 1 after later
-    failures.
+    The code is 2 if an argument is wrong. In this case, no process was started. The code is 1 after
+    later failures.
     """
     try:
         spec = flags.read_spec(arguments)
@@ -243,7 +243,7 @@ class _Run:
     async def _supervise(self, work: Callable[[asyncio.Event], Awaitable[None]]) -> None:
         stop, loop = asyncio.Event(), asyncio.get_running_loop()
         self._interrupts.first = lambda: loop.call_soon_threadsafe(stop.set)
-        # A signal arrived while Ray started, and Ray swallowed its exception.
+        # A signal arrived while Ray started, and Ray swallowed the KeyboardInterrupt.
         if self._interrupts.wanted:
             raise KeyboardInterrupt
         watching = asyncio.create_task(self._watch_ray())

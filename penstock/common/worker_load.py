@@ -76,7 +76,7 @@ class WorkerLoad(NamedTuple):
 
     @property
     def deferred(self) -> int:
-        """Number of sequences that wait for something else than room in the running batch."""
+        """Number of sequences that wait for something other than room in the running batch."""
         return self.receiving + self.awaiting_grammar
 
     @property
@@ -91,7 +91,7 @@ class WorkerLoad(NamedTuple):
 
     @property
     def kv_usage(self) -> float:
-        """Share of the KV blocks that are held, from 0 to 1."""
+        """Fraction of the KV blocks that are used, leased or reserved, from 0 to 1."""
         return self.held_blocks / max(self.num_blocks, 1)
 
 

@@ -105,7 +105,7 @@ Checker = Callable[[Example, str], bool]
 
 
 def exact(example: Example, text: str) -> bool:
-    """Return True if `text` is the expected answer. Spaces at its ends are ignored."""
+    """Return True if `text` is the expected answer. Spaces around `text` are ignored."""
     return text.strip() == example.answer
 
 
@@ -129,7 +129,7 @@ class Task:
     tools: bool = False
 
     def is_held_out(self, example: Example) -> bool:
-        """Return True if the example is held out, which a keyed hash of its problem decides."""
+        """Return True if the example is held out. A keyed hash of its problem decides this."""
         text = f"{example.split or self.name}\0{example.key or example.prompt}".encode()
         digest = hashlib.blake2b(text, digest_size=8, key=_SPLIT_KEY).digest()
         return int.from_bytes(digest, "big") % HELD_OUT_ONE_IN == 0

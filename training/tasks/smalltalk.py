@@ -1,4 +1,4 @@
-"""Question families: greetings, questions about the model, and questions that it cannot answer."""
+"""Question families: greetings, questions about the model, and unanswerable questions."""
 
 from __future__ import annotations
 

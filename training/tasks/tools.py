@@ -96,7 +96,7 @@ _SUMS = ("addition", "subtraction", "addition_large", "multiplication")
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """A question that needs a tool, as an example for the call and an example for the answer."""
+    """Two examples of a question that needs a tool: one for the call, one for the answer."""
 
     call: Example
     answer: Example
@@ -273,7 +273,7 @@ def _number(rng: Random) -> str:
 
 
 def _binary(rng: Random) -> tuple[str, str, str]:
-    """Return a question about an operation on two numbers, its expression and its result."""
+    """Return the question, the expression and the result of an operation on two numbers."""
     sign = rng.choice("++--***//")
     a, b = _number(rng), _number(rng)
     if sign == "/" and rng.random() < 0.7:
@@ -284,14 +284,14 @@ def _binary(rng: Random) -> tuple[str, str, str]:
 
 
 def _result(a: Decimal, sign: str, b: Decimal) -> str:
-    """Return the result of an operation, rounded to six decimals, without zeros at its end."""
+    """Return the result of an operation, rounded to six decimals, without trailing zeros."""
     number = a / b if sign == "/" else _apply(a, sign, b)
     text = f"{number:.6f}".rstrip("0").rstrip(".")
     return "0" if text == "-0" else text
 
 
 def _compound(rng: Random) -> tuple[str, str, str]:
-    """Return a question about two operations on integers, its expression and its result."""
+    """Return the question, the expression and the result of two operations on integers."""
     a, b, c = (Decimal(rng.randrange(1, 10 ** rng.randint(1, 4))) for _ in range(3))
     first, second = rng.choice("+-*"), rng.choice("+-*")
     text = rng.choice((f"{a} {first} {b} {second} {c}", f"({a} {first} {b}) {second} {c}"))

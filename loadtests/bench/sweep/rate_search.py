@@ -1,8 +1,8 @@
 """Searches for the highest request rate that a server sustains; pure code without I/O.
 
-The rate is doubled until a step misses the goals (or halved until one keeps them). Then a bisection
-on a logarithmic scale follows. It ends when the ratio of the lowest rate that missed the goals to
-the highest rate below it that kept them is at most `precision`.
+The search doubles the rate until a step misses the goals, or halves it until a step keeps them.
+Bisection on a logarithmic scale then narrows the interval between the knee (see `RateSearch.knee`)
+and the lowest rate that missed the goals, until the ratio of the two is at most `precision`.
 """
 
 import math
@@ -24,7 +24,7 @@ class RateSearch:
 
     @property
     def knee(self) -> float | None:
-        """Highest rate that kept the goals, below all rates that missed them, or None."""
+        """Highest rate that kept the goals and is below every rate that missed them, or None."""
         ceiling = min(self.missed, default=math.inf)
         return max((rate for rate in self.kept if rate < ceiling), default=None)
 

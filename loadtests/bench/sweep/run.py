@@ -30,7 +30,7 @@ class Result:
 
     steps: list[Step] = field(default_factory=list)
     interrupted: bool = False
-    # Whether the client was too slow to send the next step's requests on time.
+    # Whether the sweep ended because the client could not send a step's requests on time.
     is_client_late: bool = False
 
     @property

@@ -20,7 +20,7 @@ class Panel:
     """One chart whose horizontal axis is the offered rate."""
 
     title: str
-    lines: dict[str, list[float]]  # for each line, its name and its values by step
+    lines: dict[str, list[float]]  # values of each line by step; the key is the name of the line
     goal: float | None = None
     diagonal: bool = False  # whether to draw the line where the value equals the offered rate
 
@@ -128,7 +128,7 @@ def _scale(panel: Panel, rates: Sequence[float], top: float) -> _Scale:
 
 
 def _marks(panel: Panel, scale: _Scale, knee: float | None) -> Iterator[str]:
-    """Yield the offered rate, the goal and the knee as broken lines."""
+    """Yield dashed SVG lines for the diagonal, the goal and the knee."""
     if panel.diagonal:
         end = min(scale.across[-1], scale.up[-1])
         yield _line(scale.x(0), scale.y(0), scale.x(end), scale.y(end), TEXT, "2 4")

@@ -1,4 +1,4 @@
-"""Formats the steps of a sweep as lines of text, and explains its knee."""
+"""Formats the steps of a sweep as lines of text, and explains the knee."""
 
 from collections.abc import Iterator, Sequence
 
@@ -47,7 +47,7 @@ def plot(steps: Sequence[Step], knee: Step | None) -> Iterator[str]:
 
 
 def conclusion(result: Result, goals: Goals, attainment: float) -> str:
-    """Return a sentence with the knee and advice."""
+    """Return the knee of the sweep, with advice, as one line of text."""
     limits = ", ".join(f"{name} {_time(limit)}" for name, limit in goals.limits().items())
     knee, missed = result.knee(), result.first_missed()
     if knee is None:

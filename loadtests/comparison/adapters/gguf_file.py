@@ -40,7 +40,7 @@ TYPES = {
 
 
 def converted(model: Path, name: str) -> Path:
-    """Return the checkpoint's file of the type `name`, a key of TYPES.
+    """Return the path of the checkpoint as a GGUF file of the type `name`, a key of TYPES.
 
     The file is written on first use.
     """
@@ -100,7 +100,7 @@ def _describe(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_rope_dimension_count(head_dim)
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("no_vocab")
-    # llama.cpp does not read the tokens of "no_vocab". Penstock counts them.
+    # llama.cpp ignores the tokens of "no_vocab". Penstock rejects a file without tokens.
     writer.add_token_list([f"<{number}>" for number in range(config["vocab_size"])])
     if experts := config.get("num_local_experts"):
         writer.add_expert_count(experts)

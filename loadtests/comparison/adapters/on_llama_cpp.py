@@ -52,7 +52,7 @@ def engine(options: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
 
 
 def _q4_k_m(model: Path) -> Path:
-    """Return the checkpoint's file of the type Q4_K_M. llama.cpp quantizes it on first use."""
+    """Return the path of the checkpoint as a Q4_K_M file. llama.cpp writes it on first use."""
     source = gguf_file.converted(model, "f32")
 
     def quantize(file: Path) -> None:

@@ -53,7 +53,7 @@ def engine(options: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
 
 
 def _exported(model: Path, dtype: str) -> Path:
-    """Return the checkpoint in OpenVINO's format, which is exported on first use."""
+    """Return the path of the checkpoint in OpenVINO's format. It is exported on first use."""
     folder = model / f"openvino-{importlib.metadata.version('optimum-intel')}-{dtype}"
     if not folder.exists():
         from optimum.exporters.openvino import main_export

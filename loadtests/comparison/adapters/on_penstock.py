@@ -21,7 +21,7 @@ from penstock.workers.scheduling.sequence import NewSequence
 
 
 def _model(checkpoint: Path, form: str) -> Path:
-    """Return the model to load: the checkpoint's GGUF file for the form "f16"."""
+    """Return the path of the model to load: a GGUF file for the form "f16", else `checkpoint`."""
     if form != "f16":
         return checkpoint
     import gguf_file

@@ -3,9 +3,9 @@
 `python -m penstock.loadtests.comparison.arrangements` starts one server per arrangement and keeps
 all of them running, but sends load to one at a time. The arrangements are the default (one prefill
 and one decode worker), two mixed workers, and one mixed worker with all cores. The first two loads
-of each arrangement are discarded as a warm-up. All loads are sent over HTTP. There is a closed loop
-for each number of `--streams`. `--mix` adds a load whose lengths change every 30 s, and `--trace` a
-thinned trace. `--offline` adds the engine alone.
+of each arrangement are discarded as a warm-up. All loads are sent over HTTP. Each number of
+`--streams` gives a closed loop with that number of streams. `--mix` adds a load whose lengths
+change every 30 s, and `--trace` adds a thinned trace. `--offline` also measures the engine alone.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""The arrangements of workers on the same cores that are compared."""
+"""The arrangements to compare: workers among which the same cores are divided."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ class Arrangement:
     title: str
     num_workers: int
     flags: tuple[str, ...]  # flags of `penstock serve`
-    is_static: bool = True  # the default is compared with the best of the static arrangements
+    is_static: bool = True  # False for the default, which is compared with the best static one
 
     def serve_arguments(self, model: str, kv_cache_mib: int, more: tuple[str, ...]) -> list[str]:
         """Return the arguments of `penstock serve`. The workers share `kv_cache_mib`."""

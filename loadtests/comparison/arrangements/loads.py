@@ -25,7 +25,7 @@ class LoadPlan:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A part of the mix, with its lengths of prompts and answers."""
+    """A phase of the changing mix: the lengths of its prompts and answers."""
 
     inputs: Lengths
     outputs: Lengths
@@ -40,7 +40,7 @@ class Phase:
 PHASES = (
     Phase(Lengths(32, 96), Lengths(96, 192)),  # short questions with long answers
     Phase(Lengths(384, 896), Lengths(8, 24)),  # long prompts with short answers
-    Phase(Lengths(96, 160), Lengths(48, 80)),  # even
+    Phase(Lengths(96, 160), Lengths(48, 80)),  # prompts and answers of medium length
     Phase(Lengths(16, 48), Lengths(8, 24)),  # many short requests with short answers
 )
 """Phases of the mix, in turns."""

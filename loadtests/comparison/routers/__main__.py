@@ -1,12 +1,13 @@
 """Compares the cost of Penstock's router with that of other routers on this machine.
 
 `python -m penstock.loadtests.comparison.routers` runs every router in front of a stub without a
-model. All stubs have the same step time: the OpenAI HTTP stub for the other routers, and a stub
-worker of our own protocol for Penstock's. Clients stream `/v1/completions` over plain sockets. The
-routers are measured in turns. CPU time is that of the router's whole process tree under load, minus
-its CPU time when idle. Other load on the machine therefore matters little. First-token times are
-relative to the OpenAI stub without a router. First-token times and the highest rates (`--saturate`)
-need a quiet machine. At such rates, a router may send several tokens in one write.
+model. Penstock's router has a stub worker of our own protocol, and the other routers have an OpenAI
+HTTP stub. Both stubs have the same step time. Clients stream `/v1/completions` over plain sockets.
+The routers are measured in turn. CPU time is that of the router's whole process tree under load,
+minus its CPU time when idle. Other load on the machine therefore matters little. First-token times
+are relative to the OpenAI stub without a router. First-token times and the highest rates
+(`--saturate`) need a quiet machine. At the highest rates, a router may send several tokens in one
+write.
 
 The other routers forward bytes. Penstock's router also tokenizes the prompt, decodes the tokens and
 applies stop conditions, which other systems do in the engine's server.

@@ -76,7 +76,7 @@ class _Reader(asyncio.Protocol):
 
 
 def request_bytes(address: str, output_len: int) -> bytes:
-    """Return a streaming request for `output_len` tokens, on a connection of its own."""
+    """Return the bytes of a streaming request for `output_len` tokens, with `Connection: close`."""
     body = json.dumps(
         {"model": "stub", "prompt": _PROMPT, "max_tokens": output_len, "stream": True}
     ).encode()
@@ -111,8 +111,8 @@ def check_answer(response: bytes, output_len: int) -> int:
     """Check a streamed response, and return the number of HTTP chunks that contained its events.
 
     Raises:
-        MeasurementFailed: the response has not exactly `output_len` events with one token each, a
-            finish reason and the end mark.
+        MeasurementFailed: the response does not have exactly `output_len` events with one token
+            each, or it lacks a finish reason or the end mark.
     """
     head, _, body = response.partition(b"\r\n\r\n")
     if not head.startswith(b"HTTP/1.1 200 "):

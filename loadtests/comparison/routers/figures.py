@@ -22,7 +22,7 @@ class Sample:
     cpu_per_token: float  # CPU time per token, without that of the idle router
     idle_cores: float  # average number of cores that the idle router uses
     writes_per_token: float  # 1 if the router wrote every token separately
-    first_single: float  # median time to the first token of requests one at a time
+    first_single: float  # median time to the first token of requests that run alone
     first_burst: float  # median time to the first token of streams that start at once
     max_rate: float | None = None  # highest sustained tokens per second; None if not measured
 
@@ -47,7 +47,8 @@ def cpu_per_token(used: float, seconds: float, idle_cores: float, num_tokens: in
 class RateSearch:
     """Search for the highest rate that a router sustains.
 
-    The rate is doubled first, then the interval is halved on a logarithmic scale.
+    The rate is doubled until it is not sustained, or halved until it is. Then the interval between
+    the two bounds is halved on a logarithmic scale.
 
     Args:
         start: first rate to try, in tokens per second.
@@ -55,11 +56,11 @@ class RateSearch:
     """
 
     PRECISION = 1.1  # ratio of the two bounds at which the search ends
-    SUSTAINED = 0.95  # fraction of the offered rate that counts as sustained
+    SUSTAINED = 0.95  # fraction of an offered rate that must be achieved to sustain it
     LEAST = 10.0  # rate below which the search ends without a result
 
     def __init__(self, start: float, limit: float) -> None:
-        self.best = 0.0  # highest rate that was achieved at a sustained offered rate
+        self.best = 0.0  # highest achieved rate of the trials that were sustained
         self._start, self._limit = start, limit
         self._low: float | None = None  # highest offered rate that was sustained
         self._high: float | None = None  # lowest offered rate that was not sustained

@@ -122,7 +122,7 @@ class _Connection(asyncio.Protocol):
             headers = {name.lower(): value for name, _, value in (x.partition(": ") for x in lines)}
             method, path, version = (*first.split(" "), "", "")[:3]
             if not version.startswith("HTTP/1.") or "transfer-encoding" in headers:
-                # Reject chunked bodies, and HTTP/2, by which sglang-router looks for gRPC workers.
+                # Reject chunked bodies and HTTP/2. sglang-router detects gRPC workers by HTTP/2.
                 self._transport.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
                 self._transport.close()
                 return

@@ -1,7 +1,8 @@
 """Runs the OpenAI HTTP stub or a stub worker in a process of its own.
 
-`python -m penstock.loadtests.comparison.routers.stubs KIND STEP_MS` prints its address, then sets
-the step time to each number of milliseconds that it reads from stdin. It exits at the end of stdin.
+`python -m penstock.loadtests.comparison.routers.stubs KIND STEP_MS` prints the address of
+the stub. It then sets the step time to each number of milliseconds that it reads from stdin, and
+exits at the end of stdin.
 """
 
 import asyncio

@@ -2,8 +2,8 @@
 
 `python -m penstock.loadtests.micro.scheduler` runs both schedulers in the same cells, without a
 model and with dummy tokens. A cell is an initial state and a number of steps. Each scheduler runs
-in its own process, because they need different environments. The two alternate in each cell, and
-their thread CPU time is measured.
+in its own process, because the two need different environments. The schedulers alternate in each
+cell, and their thread CPU time is measured.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ class Options:
 def microseconds(cell: Cell, measured: dict[str, Any]) -> float:
     """Return the mean CPU time per step.
 
-    It includes the time of the submission if `submission_counts`.
+    The mean includes the time of the submission if `cell.submission_counts`.
     """
     submitted = measured["submit_ns"] if cell.submission_counts else 0
     return float(submitted + sum(measured["step_ns"])) / len(measured["step_ns"]) / 1000

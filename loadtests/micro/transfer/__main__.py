@@ -1,4 +1,4 @@
-"""Moves the KV of a long prompt between two processes, and compares with bare gloo.
+"""Measures the KV transfer of a long prompt between two processes, compared with bare gloo.
 
 `python -m penstock.loadtests.micro.transfer` starts a source and a destination process on this
 machine. They have random KV and no model. They transfer blocks as two workers do, with control
@@ -7,7 +7,7 @@ the same two processes send the same number of bytes from one buffer into anothe
 round measures both (A B A B ...), so other load on the machine affects both.
 
 The result is the ratio of the times, bare / transfer, of each round. With `--against DIR`, another
-source tree is measured too, alternating with this one. It may be as old as commit 61ff4b3.
+source tree is measured too, alternating with this one. That tree may be as old as commit 61ff4b3.
 """
 
 import dataclasses

@@ -208,7 +208,7 @@ def report(measured: Measured, fitted: StepFit) -> Iterator[str]:
 
 
 def groups(steps: Steps) -> Iterator[tuple[str, np.ndarray[tuple[int], np.dtype[np.bool_]]]]:
-    """Yield groups of similar steps that are not empty, each as a name and a mask [n]."""
+    """Yield the nonempty groups of similar steps, each as a name and a mask [n]."""
     decodes = steps.tokens == steps.sequences
     bounds = (0, 1, 4, 16, 64, 10**9)
     for low, high in pairwise(bounds):

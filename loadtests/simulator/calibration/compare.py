@@ -134,7 +134,7 @@ def recorded_load(path: Path) -> list[Planned]:
 
 
 def thinned(path: Path, seconds: float, keep: float, divide: int, seed: int) -> list[Planned]:
-    """Return the first `seconds` of a trace, with each request kept with probability `keep`."""
+    """Return the first `seconds` of a trace. Each request is kept with probability `keep`."""
     random = np.random.Generator(np.random.Philox(key=[seed, 5]))
     rows = [row for row in read_trace(path) if row.at <= seconds]
     kept = [row for row, drawn in zip(rows, random.random(len(rows)), strict=True) if drawn < keep]

@@ -1,4 +1,4 @@
-"""Sets simulated latencies beside measured ones."""
+"""Compares simulated latencies with measured ones."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ HEADER = ("", "measured", "predicted", "error", "spread of the runs", "")
 
 @dataclass(frozen=True, slots=True)
 class Latencies:
-    """Latencies of one run in seconds. Each list has one entry per request, in order of arrival."""
+    """Latencies of one run in seconds, with one entry per request, in order of arrival."""
 
     due: Sequence[float]
     ttft: Sequence[float]
-    tpot: Sequence[float]  # times per token of the answers with more than one token
+    tpot: Sequence[float]  # only of the answers with more than one token
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Row:
 
     @property
     def error(self) -> float:
-        """Relative error of the prediction against the mean of the measured runs."""
+        """Relative deviation of the prediction from the mean of the measured runs."""
         return self.predicted / self.mean - 1 if self.mean else 0.0
 
     @property
@@ -63,7 +63,7 @@ class Row:
 
 
 def compare(measured: Sequence[Latencies], predicted: Latencies) -> list[Row]:
-    """Return the median and the p90 of first-token and per-token times."""
+    """Return four rows: the median and the p90 of TTFT and of TPOT."""
     rows = []
     for name, title in (("ttft", "TTFT"), ("tpot", "TPOT")):
         for percentile in PERCENTILES:

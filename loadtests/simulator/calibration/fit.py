@@ -1,8 +1,8 @@
 """Fits the time model to measured steps, by weighted least squares with nonnegative parameters.
 
-A step takes `launch + sequence x sequences + max(compute, memory)`. For a known choice of the
-larger one, compute or memory, the time is linear in the parameters. The fit therefore alternates.
-It fits the parameters, and then chooses the larger one for each step under these parameters.
+A step takes `launch + sequence x sequences + max(compute, memory)`. If it is known for each step
+whether compute or memory is larger, the time is linear in the parameters. The fit therefore
+alternates: it fits the parameters, and then determines for each step which of the two is larger.
 """
 
 from collections.abc import Sequence
@@ -98,8 +98,8 @@ def with_engine_time(ended: Floats, steps: Steps) -> Steps:
     """Add the engine's own time between two steps to the duration of each step.
 
     The time is `fixed + per_sequence x sequences`. It is fitted to the gaps before decode steps,
-    because a decode step immediately follows the step before it. Longer gaps are pauses of the
-    machine.
+    because a decode step immediately follows the step before it. Gaps of LONGEST_GAP or more are
+    pauses of the machine, and are ignored.
 
     Args:
         ended: end time of each step of one worker, ascending.
@@ -145,7 +145,7 @@ def sharing_of(steps: Steps) -> float:
 
     Steps with and without other workers are compared within groups of equal steps (see `grouped`),
     so the result does not depend on the rest of the model. The result is 0 if no group has steps of
-    both kinds, or if it is below LEAST_SHARING.
+    both kinds, or if the slowdown is below LEAST_SHARING.
     """
     group, seconds = _groups(steps)
     counts = np.bincount(group)
@@ -189,8 +189,8 @@ def slowdown(steps: Steps, values: Floats) -> float:
     """Return the ratio of the measured to the predicted total time.
 
     A busy machine interrupts a process in proportion to its computing time. The robust fit almost
-    ignores these pauses, so this factor adds them. A step counts as at most MOST_TIMES its
-    prediction.
+    ignores these pauses, so this factor adds them. A step counts as at most MOST_TIMES times
+    its prediction.
     """
     predicted = _predicted(steps, values)
     return float(np.minimum(steps.seconds, MOST_TIMES * predicted).sum() / predicted.sum())
@@ -201,8 +201,8 @@ def grouped(steps: Steps) -> tuple[Steps, Floats]:
 
     Means are used because a queue, and the time of a whole answer, depend on the mean of the steps.
     Steps of a group have the same tokens and sequences, and positions within a factor of 1.4. To
-    limit pauses of the machine, a step counts as at most MOST_MEDIANS times the median of its
-    group.
+    limit the effect of pauses of the machine, a step counts as at most MOST_MEDIANS times the
+    median of its group.
     """
     group, seconds = _groups(steps)
     capped = replace(steps, seconds=seconds)
@@ -261,7 +261,7 @@ def _design(steps: Steps, computing: Bools) -> Floats:
 
 
 def _sides(steps: Steps, values: Floats) -> Bools:
-    """Return [n] whether computation takes longer than memory."""
+    """Return, for each step [n], whether compute takes at least as long as memory."""
     _, _, token, pair, weights, kv_token = values
     sides: Bools = token * steps.tokens + pair * steps.pairs >= weights + kv_token * steps.positions
     return sides
@@ -301,7 +301,7 @@ def _robust(design: Floats, target: Floats, weights: Floats) -> Floats:
 def _nonnegative(design: Floats, target: Floats, weights: Floats) -> Floats:
     """Return the exact nonnegative least squares solution.
 
-    This is the best solution over all subsets of columns.
+    All subsets of columns are tried.
     """
     scaled, aim = design * weights[:, None], target * weights
     sizes = np.sqrt((scaled**2).sum(axis=0))

@@ -36,14 +36,14 @@ class Arrangement:
 
 
 def admin_address(address: str) -> str:
-    """Return the default operators' address of a server with this client address."""
+    """Return the default address of the operators' port, for a server's client address."""
     split = urlsplit(address)
     port = {9000: 8001}.get(split.port or 0, (split.port or 8000) + 1)
     return f"http://{split.hostname}:{port}"
 
 
 def arrangement_of(status: Mapping[str, Any]) -> Arrangement:
-    """Read the workers from the reply of /status. Raises ServerUnusable if there are none."""
+    """Read the workers from the reply of /status. Raises ServerUnusable if none is ready."""
     ready = [each for each in status["workers"] if each["numbers"] and each["state"] == "ready"]
     if not ready:
         raise ServerUnusable("the server has no worker that is ready")
@@ -79,7 +79,7 @@ class MeasuredServer:
         self.max_model_len = 0
 
     async def connect(self) -> None:
-        """Ask the server for its model and return the description. Raises ServerUnusable."""
+        """Query the server for its vocabulary size and context length. Raises ServerUnusable."""
         served = await self._client.describe()
         if served.vocab_size is None or served.max_model_len is None:
             raise ServerUnusable("the server does not report its vocabulary size and context")

@@ -63,12 +63,12 @@ class HashModelClient:
         return cut_at
 
     def deliver_end(self, end: DeliverEnd) -> None:
-        """Process the end of a choice that brings no new token."""
+        """Process a choice's end that comes without a new token."""
         if self._is_expected(end.choice, end.num_tokens):
             self._finished[end.choice] = True
 
     def deliver_cached(self, num_tokens: int) -> None:
-        """Take the number of cached prompt tokens. It comes once for each call."""
+        """Take the number of cached prompt tokens, delivered once per submission to a router."""
         assert self.how == LEFT or self._counted != self.at, f"client {self.number}: counted twice"
         assert num_tokens <= len(self.plan.prompt), f"client {self.number}: more than the prompt"
         self._counted = self.at

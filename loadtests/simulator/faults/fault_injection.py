@@ -17,7 +17,7 @@ class FaultInjector:
     """Applies faults to workers and to their network connections.
 
     Args:
-        workers: current worker by name. A dead worker stays until its replacement has started.
+        workers: current workers by name, including dead ones that are not replaced yet.
         restart: starts a new worker with the given name.
     """
 
@@ -36,7 +36,7 @@ class FaultInjector:
     def disturb(self, one: str, other: str, fault: Fault, until: float) -> None:
         """Apply a network fault to the paths between `one` and `other`, in both directions.
 
-        A fault of cache events affects only the events that the worker `one` sends to the router.
+        A fault of cache events affects only the events from the worker `one` to the router `other`.
         """
         how, _, what = fault.kind.partition(" ")
         if what == "events":

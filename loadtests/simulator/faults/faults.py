@@ -94,7 +94,7 @@ def _chosen(play: Play) -> Schedule:
 
 
 def _numbers(text: str | None, name: str, there: Sequence[int]) -> list[int] | None:
-    """Parse numbers such as `0,3,7`, or `none`. Return None if the option was not given."""
+    """Parse numbers such as `0,3,7`; `none` gives []. Return None without the option."""
     if text is None:
         return None
     try:
@@ -111,7 +111,7 @@ def _numbers(text: str | None, name: str, there: Sequence[int]) -> list[int] | N
 
 
 def write_events(schedule: Schedule, out: TextIO) -> str:
-    """Run a schedule and write its events to `out`. Return its failure, or "" if it passed."""
+    """Run a schedule and write its events to `out`. Return the failure, or "" without one."""
     try:
         ScheduleRun(schedule, lambda line: print(line, file=out)).play()
     except InvariantViolated as broken:

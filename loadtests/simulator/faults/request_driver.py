@@ -29,7 +29,7 @@ class RequestDriver:
         self._clock = clock
         self._routers = routers
         self._note = note
-        # Requests sent to each router, whose number is also the latest request id.
+        # Number of requests sent to each router, which is also the latest request id.
         self._num_sent: Counter[Router] = Counter()
 
     def running(self) -> list[int]:
@@ -44,7 +44,7 @@ class RequestDriver:
         self._plan_leave(client, plan.at + plan.leaves_after)
 
     def on_moved(self, router: str, request: int) -> None:
-        """Let the client disconnect at its planned time after the start of a KV transfer."""
+        """Schedule the client's planned disconnect, counted from the start of a KV transfer."""
         for client in self.clients:
             at = client.at
             if at is not None and (at[0].name, at[1]) == (router, request):
@@ -95,7 +95,7 @@ class RequestDriver:
         router.process.take(lambda: router.cancel(number))
 
     def _retry_elsewhere(self, client: HashModelClient) -> None:
-        """Resubmit a dead router's request if its client resumes requests; otherwise, end it."""
+        """Resubmit the request of a dead router, or disconnect a client that does not resume."""
         live = [router for router in self._routers if router.process.alive]
         client.at = None
         if not client.plan.resumes:

@@ -291,7 +291,7 @@ class ScheduleRun:
     def _assign(self, name: str, role: str) -> None:
         """Assign a role at all routers, as an operator does.
 
-        Routers that start later also get it.
+        Routers that start later also get the role.
         """
         self._roles[name] = role
         for router in self._routers:

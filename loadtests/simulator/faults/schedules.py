@@ -94,7 +94,7 @@ class Fault:
     one: int  # index of the worker or, for a router fault, of the router
     other: int  # for a network fault, the index of the second process
     seconds: float  # duration of the fault in seconds
-    # For kind "slow", step times are multiplied by 1 + 10 size; for "delay", seconds of latency.
+    # "slow": step times are multiplied by 1 + 10 x size; "delay": additional latency in seconds.
     size: float
 
     def __str__(self) -> str:
@@ -214,7 +214,7 @@ def _request(seed: int, number: int, num_routers: int) -> RequestPlan:
 
 
 def _constrained(seed: int, plan: RequestPlan) -> RequestPlan:
-    """Return the request with a constraint, if its schedule and its own generator draw one."""
+    """Return the request, with a constraint if both the schedule and the request draw one."""
     rng = Random(f"constraint {seed} {plan.number}")
     if Random(f"constraints {seed}").random() >= CONSTRAINED_SCHEDULES or rng.random() < 0.4:
         return plan
@@ -228,7 +228,7 @@ def _constrained(seed: int, plan: RequestPlan) -> RequestPlan:
 
 
 def _limited(seed: int, plan: RequestPlan) -> RequestPlan:
-    """Return the request with a thinking budget, if it draws one and has no constraint."""
+    """Return the request, with a thinking budget if it draws one and has no constraint."""
     rng = Random(f"thinking {seed} {plan.number}")
     if plan.constraint is not None or rng.random() < 0.8:
         return plan

@@ -1,9 +1,10 @@
 """The hash model, in which each token is a hash of the contents of the KV slots that are read.
 
-The value of a position is a hash of its token, its index and the value in the slot before it. A
-sampled token is a hash of the values in all slots of the sequence, read through the block table in
-order. A wrong block, a stale slot or a misordered write therefore changes the answer. A constrained
-sequence draws from the tokens that its mask allows, so a wrong mask changes the answer too.
+The slot of a position contains a hash of the position's token, the position itself and the value in
+the previous position's slot. A sampled token is a hash of the values in all slots of the sequence,
+read through the block table in order. A wrong block, a stale slot or a misordered write therefore
+changes the answer. A constrained sequence draws from the tokens that its mask allows, so a wrong
+mask changes the answer too.
 """
 
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ def slot_value(before: int, token: int, position: int) -> int:
 
 
 def hash_of(values: Sequence[int]) -> int:
-    """Return a hash of all slot values of a sequence, which determines its next token."""
+    """Return a hash of a sequence's slot values. The hash determines the next token."""
     result = 1
     for value in values:
         result = (result * 1000003 + value) % _MODULUS
@@ -131,7 +132,7 @@ def copy_blocks(source: HashModel, blocks: Ints, to: HashModel, into: Ints) -> N
 
 
 class _ConstrainedAnswer:
-    """Draws the tokens of one answer. Its matcher advances once per token."""
+    """Draws the tokens of one answer with a matcher that advances once per token."""
 
     def __init__(self, params: SamplingParams, grammar: CompiledGrammar) -> None:
         self._params = params

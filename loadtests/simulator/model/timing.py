@@ -40,13 +40,13 @@ class Timing:
     pair: float = 1.5e-9
     weights: float = 0.013
     kv_token: float = 30e-9
-    kv_bytes: float = 320 * 1024.0  # bytes of KV per position, which a KV transfer sends
+    kv_bytes: float = 320 * 1024.0  # bytes of KV that a KV transfer sends per position
     sequence: float = 0.0  # seconds per sequence of a step, for scheduling, sampling and sending
-    transfer: float = 0.0  # fixed seconds of each KV transfer; 0 means that of `TransferTiming`
-    bandwidth: float = 0.0  # bytes per second of KV transfers; 0 means that of the cluster
+    transfer: float = 0.0  # fixed seconds per KV transfer; 0 means the default of TransferTiming
+    bandwidth: float = 0.0  # bytes per second of KV transfers; 0 means the value of the cluster
     request: float = 0.0  # seconds per request outside of the engine (client, network, router)
     request_token: float = 0.0  # additional seconds per prompt token of a request
-    router: float = 0.0  # seconds per request at the router, one request at a time
+    router: float = 0.0  # seconds per request at the router, which handles one at a time
     sharing: float = 0.0  # relative slowdown of a step for each other worker that computes
     jitter: float = 0.0  # standard deviation of the logarithm of a step's time
 

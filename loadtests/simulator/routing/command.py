@@ -1,9 +1,10 @@
-"""`penstock simulate routing`: compares the placement strategies and checks the goals of `cost`.
+"""`penstock simulate routing`: compares placement strategies.
 
-All strategies serve the same loads in virtual time. The simulation uses the product's dispatcher,
-placement, prefix index and block pool. The time model is simpler than that of the other
-simulations, as in published comparisons. A worker computes prompts first come, first served, at a
-fixed number of uncached tokens per second. Answers have one token.
+All strategies serve the same loads in virtual time. The command checks the goals of the strategy
+`cost`. The simulation uses the product's dispatcher, placement, prefix index and block pool. The
+time model is simpler than that of the other simulations, as in published comparisons: a worker
+computes prompts first come, first served, at a fixed number of uncached tokens per second. Answers
+have one token.
 """
 
 import json
@@ -58,7 +59,7 @@ class Figures:
     """Results of one strategy on one load. Times to first token are in seconds."""
 
     hit_rate: float
-    # Cached tokens relative to those of an infinite cache, or 0 if that has none.
+    # Cached tokens relative to those of an infinite cache; 0 if an infinite cache has none.
     infinite_ratio: float
     mean: float
     p50: float
@@ -110,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _loads(options: Options) -> Mapping[str, tuple[Sequence[Prompt], float]]:
-    """Return the prompts and the load factor of each load, by its name.
+    """Return the prompts and the load factor of each load, by name of the load.
 
     Raises:
         ValueError: an option is wrong.

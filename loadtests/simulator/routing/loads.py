@@ -20,7 +20,7 @@ def prompts_of(rows: Sequence[TraceRow]) -> list[Prompt]:
 
 
 def without_sharing(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Return the same arrivals and lengths, but blocks that no other prompt has."""
+    """Return prompts with the same arrivals and lengths, but without common blocks."""
     first, unshared = 0, []
     for prompt in prompts:
         unshared.append(

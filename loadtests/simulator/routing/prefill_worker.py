@@ -1,6 +1,6 @@
 """A simulated worker that computes prompts one after the other at a fixed rate.
 
-It has the product's block pool as its prefix cache. The answer of a request is its first token.
+The worker's prefix cache is the product's block pool. An answer consists of one token.
 """
 
 from collections import deque
@@ -41,7 +41,7 @@ class PrefillWorker:
     Args:
         info: name and size.
         tokens_per_second: rate of prompt computation.
-        index: called with the stored and evicted blocks when a prompt ends.
+        index: prefix index that gets the stored and evicted blocks when a prompt ends.
         schedule: calls a function at a later time.
         report: called with the worker's messages.
     """
@@ -89,7 +89,7 @@ class PrefillWorker:
             self._start(now)
 
     def _start(self, now: float) -> None:
-        """Start the first job. It takes its blocks and computes the uncached tokens."""
+        """Start the first job: take its blocks, and begin to compute its uncached tokens."""
         job = self._jobs[0]
         found = self._pool.published.match(job.digests)
         self._pool.retain(found, State.USED)
@@ -132,7 +132,7 @@ class PrefillWorker:
         self._report(Stepped(self.info.worker, columns, load), now)
 
     def _release(self, job: Job) -> None:
-        """Publish the full blocks of a computed prompt and report the changes."""
+        """Publish the full blocks of a computed prompt and add the changes to the index."""
         full = len(job.digests)
         num_found = self._num_found
         parents = [b"", *job.digests][num_found:full]

@@ -70,7 +70,7 @@ def run_cell(plan: ClusterPlan, load: Sequence[Planned]) -> Cell:
 
 
 def figures_of_cells(cells: Sequence[Cell], plan: ClusterPlan) -> Figures:
-    """Summarize all cells as one cluster. The workers of a cell count until the cell ends."""
+    """Summarize all cells as one cluster. A cell's workers cost time until the cell ends."""
     return figures_of(
         list(chain.from_iterable(cell.calls for cell in cells)),
         plan,
@@ -82,7 +82,7 @@ def figures_of_cells(cells: Sequence[Cell], plan: ClusterPlan) -> Figures:
 
 
 def about_cells(cells: Sequence[Cell], seconds: float) -> str:
-    """Return one line about the size of the simulation, which took `seconds`."""
+    """Return one line about the size of a simulation that took `seconds`."""
     computed = ", ".join(f"{cell.cpu_seconds:.1f} s" for cell in cells)
     return (
         f"{sum(len(cell.calls) for cell in cells)} requests, "

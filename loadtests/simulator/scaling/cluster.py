@@ -1,7 +1,7 @@
 """Simulates a cluster under load: scaled pools, their cost, and the latencies that clients see.
 
-The cluster has one router. A worker costs GPU time from the request for it until it has stopped. A
-new worker serves only after its cold start, and a surplus worker is drained before it stops.
+The cluster has one router. A worker costs GPU time from the scaler's request for it until it stops.
+A new worker serves only after its cold start, and a surplus worker is drained before it stops.
 """
 
 import math
@@ -62,8 +62,8 @@ class ClusterPlan:
     ttft_slo_seconds: float = 0.0  # SLO of the router's queue order; 0 means order of arrival
     router: RouterLimits | None = None  # None means an unbounded queue with `ttft_slo_seconds`
     single_steps: bool = False  # whether every step is a separate event
-    # Whether routers learn step times.
-    # A fast-forward reports the mean of its steps, which changes the results slightly.
+    # Whether routers learn step times. The results change slightly, because a fast-forward reports
+    # only the mean time of its steps.
     reports_step_seconds: bool = False
     # Whether all workers share the cores of one machine (see `Timing.sharing`).
     is_one_machine: bool = False
@@ -177,7 +177,7 @@ class Cluster:
     def _arrive(self, number: int) -> None:
         """Schedule one call's arrival.
 
-        It then schedules the next one, so that the heap stays small.
+        The arrival then schedules the arrival of the next call, so that the heap stays small.
         """
         if number < len(self.calls):
             self.clock.at(self.calls[number].planned.due, lambda: self._receive(number))
@@ -258,7 +258,7 @@ class Cluster:
             self._drain(state)
 
     def _drain(self, state: _Pool) -> None:
-        """Drain the serving worker of a pool that has the fewest sequences."""
+        """Drain the worker with the fewest sequences among the serving workers of a pool."""
         worker = min(state.serving, key=lambda one: one.load.running + one.load.queued)
         state.serving.remove(worker)
         state.draining.append(worker)
@@ -363,7 +363,7 @@ def _info_of(name: str, pool: str, limits: SchedulerConfig, machine: str) -> ev.
 
 
 def _fitting(limits: SchedulerConfig, load: Sequence[Planned]) -> SchedulerConfig:
-    """Limit `max_model_len` to the longest sequence, which saves memory with thousands of workers.
+    """Limit `max_model_len` to the longest sequence, to save memory with thousands of workers.
 
     Blocks are hashed only if prompts share blocks, because otherwise no block is ever reused.
     """

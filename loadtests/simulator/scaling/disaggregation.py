@@ -2,9 +2,9 @@
 
 Prefill and decode pools serve several loads in virtual time. Under the policy "rule", the router's
 rule decides for each prompt whether the prefill pool computes it ("apart"). Under "always", the
-prefill pool computes all prompts. Under "never", it computes no prompts. The rule is judged by the
-mean time from a request to the end of its answer, and by the share of requests that meet the goals
-in `goals`.
+prefill pool computes all prompts. Under "never", the decode pool computes all prompts. The rule is
+judged by the mean time from a request to the end of its answer, and by the share of requests that
+meet the goals in `goals`.
 """
 
 import math
@@ -87,7 +87,7 @@ class Case:
     """A load with the number of workers that serve it."""
 
     name: str
-    rate: Callable[[float], float]  # requests per second at a time in seconds
+    rate: Callable[[float], float]  # maps the time in seconds to requests per second
     most: float
     inputs: str
     outputs: str

@@ -155,7 +155,7 @@ def estimate(overload: Overload) -> float:
 
 
 def run(overload: Overload, rates: Sequence[tuple[str, float]]) -> Outcome:
-    """Simulate tenants with the given rates. The outcome excludes a greedy tenant."""
+    """Simulate tenants at these rates. With several tenants, the greedy one is not counted."""
     limits = SchedulerConfig(
         num_blocks=6250,  # blocks for 400,000 tokens
         max_model_len=1 << 17,

@@ -123,7 +123,7 @@ def _time(seconds: float, span: float) -> str:
 
 
 def _round_up(value: float) -> float:
-    """Round up to 1, 2, 4 or 8 times a power of ten, so that a quarter has few digits."""
+    """Round up to 1, 2, 4 or 8 times a power of ten, so that 1/4 of the result has few digits."""
     if value <= 0:
         return 1.0
     power = 10.0 ** len(str(int(value))) / 10 if value >= 1 else 0.001

@@ -19,10 +19,10 @@ INTERVAL_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class PoolView:
-    """State of a pool at a scaler's decision."""
+    """State of a pool at the time of a scaling decision."""
 
     state: PoolInputs
-    utilization: float  # fraction of the time since the last decision in which workers computed
+    utilization: float  # fraction of worker time with running steps since the last decision
 
 
 class Scaler(Protocol):

@@ -1,9 +1,9 @@
 """`penstock simulate scaling`: compares the autoscaler with others and checks its goals.
 
 For every load and cold start, all scalers get the same arrivals and start with the workers of
-static peak capacity. The product's autoscaler has two goals at a cold start of 30 s. The number of
-requests that meet their latency goals must be at least 99% of that with static peak capacity. The
-worker hours must stay within the limits of each `Case`.
+static peak capacity (see `load.static_peak`). The product's autoscaler has two goals at a cold
+start of 30 s. The number of requests that meet their latency goals must be at least 99% of the
+number with static peak capacity. The worker hours must stay within the limits of each `Case`.
 """
 
 import sys
@@ -30,7 +30,7 @@ from penstock.loadtests.simulator.scaling.load_options import Arriving, Kind, Se
 from penstock.loadtests.simulator.scaling.page import Chart, page
 
 JUDGED_COLD_START = 30.0  # seconds
-# Fraction of the requests that meet their goals with static peak capacity.
+# Minimum number of requests that meet their goals, relative to static peak capacity.
 LEAST_KEPT = 0.99
 SCALERS: Sequence[Kind] = ("penstock", "queue", "cpu")
 BUSY_FRACTIONS = (1.1, 1.0, 0.9, 0.8, 0.7)

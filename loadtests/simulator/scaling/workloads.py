@@ -20,7 +20,7 @@ from penstock.loadtests.bench.workload import (
 def from_trace(
     path: Path, seconds: float, speed: float, max_input: int, max_output: int
 ) -> list[Planned]:
-    """Return the requests of the first `seconds` of a trace, replayed `speed` times as fast."""
+    """Replay a trace `speed` times as fast, and return the requests of the first `seconds`."""
     rows = [capped(row, max_input, max_output) for row in read_trace(path)]
     rows = [row for row in rows if row.at / speed <= seconds]
     return traced_load(rows, [row.at / speed for row in rows])
@@ -35,7 +35,7 @@ def replicated(
 
     Args:
         plan: the requests to copy.
-        copies: number of copies. The fraction is the probability of one more copy.
+        copies: number of copies. The fractional part is the probability of one more copy.
         seed: the same seed gives the same delays.
         own_blocks: whether each copy of the plan has blocks of its own, shared only within the
             copy. If False, all copies of a prompt are equal.
@@ -93,7 +93,7 @@ def varying(
 
 
 def prompt_of(planned: Planned) -> "array[int]":
-    """Return prompt tokens. Prompts with equal first blocks get equal first tokens.
+    """Return the tokens of a prompt. Prompts with equal first blocks have equal first tokens.
 
     The result is an array, because traces have many tokens. Batchers and hashes then read them
     without a loop.

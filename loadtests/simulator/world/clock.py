@@ -77,7 +77,7 @@ class Process:
         self.name = name
         self.clock = clock
         self.alive = True
-        # Called before a message or signal arrives, with its arrival time.
+        # Called with the arrival time before a message or signal arrives.
         # A process that has fast-forwarded past this time must then return to single steps.
         self.disturbed: Callable[[float], None] = _undisturbed
         self._stopped = False

@@ -90,7 +90,7 @@ class KvTransfer:
         self._sender.forget_peers(session.number)
 
     def _pin_lease(self, session: Session, key: Key, command: Send) -> OutgoingTransfer | None:
-        """Pin the lease's blocks. Return None if it is gone or has no positions after `have`."""
+        """Pin a lease's blocks. Return None without a lease, or if it ends at `have` or earlier."""
         have, held = command.have, session.held.get(key)
         if held is None or not have < held.kv_len:
             return None
@@ -163,7 +163,7 @@ class KvTransfer:
 
 
 def transfer_endpoint(worker: str, incarnation: str) -> TransferEndpoint:
-    """Return how other simulated workers connect to a worker."""
+    """Return the endpoint at which other simulated workers connect to a worker."""
     return TransferEndpoint(worker, incarnation, "address", "secret")
 
 

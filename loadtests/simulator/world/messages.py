@@ -13,7 +13,7 @@ from penstock.workers.scheduling.sequence import Ints, StepOutput
 def by_session(
     output: StepOutput, sessions: Mapping[int, Session]
 ) -> Iterator[tuple[Session, list[int]]]:
-    """Yield each session that has tokens in `output`, with the row numbers of the tokens."""
+    """Yield each session that has tokens in `output`, with the indices of these tokens."""
     rows: dict[int, list[int]] = {}
     for row, name in enumerate(output.keys):
         key = cast(Key, name)

@@ -65,7 +65,7 @@ class DataPath:
 
 
 class SendingEnd:
-    """The end of a rank pair at the source. It sends one piece after the other.
+    """The end of a rank pair at the source. It sends pieces (one message each) in order.
 
     Args:
         read: returns the contents of blocks.
@@ -106,10 +106,10 @@ class SendingEnd:
 
 
 class ReceivingEnd:
-    """The end of a rank pair at the destination. It receives one piece after the other.
+    """The end of a rank pair at the destination. It receives pieces (one message each) in order.
 
     Args:
-        gates: the rank's gates, which keep it from writing into blocks of a closed epoch.
+        gates: the rank's write gates, which prevent writes to blocks of a closed epoch.
         write: writes contents into blocks.
         report: called once for each piece, when its blocks are no longer written.
     """
@@ -145,7 +145,7 @@ class ReceivingEnd:
             self._begin()
 
     def arrive(self, data: Data) -> None:
-        """Handle bytes from the source, which may be duplicates or out of order."""
+        """Handle bytes from the source. They may be duplicates or out of order."""
         if not self._closed:
             self._arrived.append(data)
             self._verify()
@@ -160,7 +160,7 @@ class ReceivingEnd:
             self._fail(self._pieces.pop()[0], reason)
 
     def _begin(self) -> None:
-        """Begin to receive the next piece. It fails if no bytes arrive in time."""
+        """Begin to receive the next piece. The end is closed if no bytes arrive in time."""
         if not self._closed and self._pieces:
             piece = self._pieces[0][0]
             self._process.after(self._timing.silence, lambda: self._time_out(piece))
@@ -172,7 +172,7 @@ class ReceivingEnd:
             self.close(f"nothing came for {self._timing.silence:g} s")
 
     def _verify(self) -> None:
-        """Verify the next bytes for the next piece, and write them if the epoch is open."""
+        """Verify the received bytes of the first piece, and write them if the epoch is open."""
         if self._writing or not self._pieces or not self._arrived:
             return
         (piece, gate), data = self._pieces[0], self._arrived.popleft()

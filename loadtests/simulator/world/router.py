@@ -46,7 +46,7 @@ class Client(Protocol):
 
 
 class Link:
-    """A router's link to one worker. After each loss it reconnects with a new stream."""
+    """A router's link to one worker. When its stream is lost, the link opens a new stream."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Link:
         self._connect()
 
     def send(self, command: ev.WorkerCommand | None) -> None:
-        """Send a command, or a heartbeat for None. It is lost if the link is not connected."""
+        """Send a command, or a heartbeat if it is None. Does nothing while not connected."""
         stream, session, worker = self._stream, self._session, self._worker_process
         if stream is None or session is None or worker is None:
             return
@@ -110,7 +110,7 @@ class Link:
         router.process.after(CONNECT_SECONDS, lambda: self._give_up(stream))
 
     def _attach(self, stream: Stream, worker: Worker) -> None:
-        """Open the session at the worker, which sends its load to the router."""
+        """Open the session at the worker, and send the worker's load to the router."""
         session = worker.attach(
             self._router.name,
             stream,
@@ -246,7 +246,7 @@ class Router:
             self.post(ev.ClientDisconnected(request))
 
     def append_runs(self, event: ev.Event | SteppedRuns) -> ev.Event:
-        """Append runs of tokens at once if the clients allow it, and return the remaining event."""
+        """Append runs of tokens at once if the clients allow it. Return the remaining event."""
         if not isinstance(event, SteppedRuns):
             return event
         if self._run_clients is None or self._handling:

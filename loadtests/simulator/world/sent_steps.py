@@ -22,9 +22,9 @@ def send_steps(
     """Send the tokens of steps that ended at `ends`; `load` is the load after the last step.
 
     The tokens of messages that should already have arrived are merged into the next message. This
-    only changes the time at which the router receives these tokens. If a message to the worker has
-    `passed` them, they are sent without the load. Otherwise the router would assume that the load
-    already includes that message.
+    only changes the time at which the router receives these tokens. If the next message is late too
+    and `passed` is True, it is sent without the load. Otherwise the router would assume that the
+    load includes the message that was sent to the worker.
     """
     up = session.stream.up
     on_way = len(tokens) - 1
@@ -45,7 +45,7 @@ def send_steps(
 def send_yielded(
     worker: str, sessions: Mapping[int, Session], key: Key, kv_len: int, now: float
 ) -> None:
-    """Send that a sequence has yielded. The session keeps it if it has KV."""
+    """Report that a sequence has yielded. The session keeps a sequence that has KV."""
     session = sessions.get(key.session)
     if session is None or key not in session.held:
         return

@@ -18,7 +18,8 @@ class SharedCores:
     step keeps its cores until it ends, even if another worker begins or becomes idle meanwhile.
 
     Args:
-        sharing: relative slowdown of a step for each other worker that computes when it begins.
+        sharing: relative slowdown of a step for each other worker that computes when the step
+            begins.
     """
 
     def __init__(self, sharing: float) -> None:
@@ -28,7 +29,7 @@ class SharedCores:
     def set_computing(self, runner: Runner, is_computing: bool) -> None:
         """Record that a worker begins to compute or becomes idle.
 
-        The fast-forwards of others end.
+        This ends the fast-forwards of the other workers.
         """
         if is_computing == (runner in self._computing):
             return
@@ -41,5 +42,5 @@ class SharedCores:
             other.catch_up()
 
     def slowdown(self, runner: Runner) -> float:
-        """Return the factor by which steps of a worker that begin now take longer."""
+        """Return the factor by which a step takes longer if the worker begins it now."""
         return 1 + self._sharing * (len(self._computing) - (runner in self._computing))

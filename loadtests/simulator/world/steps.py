@@ -41,7 +41,7 @@ class StepListener(Protocol):
         ...
 
     def on_plan(self) -> None:
-        """Handle the batcher's events, which planning a step may have produced."""
+        """Handle the batcher's events. Planning a step may have produced some."""
         ...
 
     def is_load_known(self) -> bool:
@@ -49,7 +49,7 @@ class StepListener(Protocol):
         ...
 
     def on_idle(self) -> None:
-        """Called when no step is due after the messages were processed."""
+        """Handle the case that no step is due after messages were processed."""
         ...
 
 
@@ -235,7 +235,7 @@ class StepRunner:
     def _compute_each(self, first: StepOutput, starts: Floats) -> Ints:
         """Run quiet steps one by one, for executors that cannot predict. Return the tokens [n, B].
 
-        starts: start time of each step.
+        `starts` contains the start time of each step.
         """
         drawn = np.zeros((len(starts), len(first.tokens)), np.int32)
         for index, start in enumerate(starts.tolist()):

@@ -14,8 +14,8 @@ from penstock.workers.scheduling import sequence as seq
 def new_sequence(key: Key, submit: Submit, worker: WorkerInfo) -> seq.NewSequence:
     """Return the sequence to submit to the batcher of `worker`.
 
-    Its `source_len` is 0 if its blocks are already at this worker, or if the source has another
-    layout.
+    The sequence's `source_len` is 0 if no KV can be received. Examples are a source that is this
+    worker itself, or a source with another layout.
     """
     request, source = submit.request, submit.source
     first, *others = [

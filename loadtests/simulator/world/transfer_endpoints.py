@@ -84,13 +84,13 @@ class ControlChannel:
         self._send(self._up, lambda: self._source.on_message(message))
 
     def close_source(self) -> None:
-        """Close the source's end. The destination notices it after its earlier messages."""
+        """Close the source's end. The destination notices this after earlier messages."""
         self._up.closed = True
         reason = "the source closed the channel"
         self._send(self._down, lambda: self._to.disconnect(self.generation, reason))
 
     def close_destination(self) -> None:
-        """Close the destination's end. The source notices it after the earlier messages."""
+        """Close the destination's end. The source notices this after earlier messages."""
         self._down.closed = True
         self._send(self._up, lambda: self._source.close("the destination closed the channel"))
 
@@ -102,7 +102,7 @@ class ControlChannel:
 
 
 class _DeadlineTimer:
-    """Checks the deadlines of a protocol while it has any.
+    """Checks the deadlines of a protocol while the protocol has any.
 
     Args:
         check: ends overdue operations; returns the time of the next check, or None.
@@ -266,7 +266,7 @@ class Receiver:
 class TransferCallbacks:
     """Callbacks for two moments of a transfer.
 
-    The first is called when its blocks are no longer read, and the second when it has ended.
+    `on_read` is called when the blocks are no longer read, `on_end` when the transfer has ended.
     """
 
     on_read: Callable[[], None]

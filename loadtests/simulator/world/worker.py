@@ -110,7 +110,7 @@ class Worker:
     def attach(
         self, router: str, stream: Stream, deliver: Callable[[Any], None], ended: Act
     ) -> Session:
-        """Open a session for a router's new stream. Its earlier session, if any, is closed."""
+        """Open a session for a router's new stream. An earlier session of the router is closed."""
         self.steps.catch_up()
         for earlier in list(self.sessions.values()):
             if earlier.router == router:

@@ -253,7 +253,7 @@ def _scaling(reader: _Reader, values: Values, num_pairs: int) -> Values:
 
 
 def _divisors(reader: _Reader, original: int, num_pairs: int) -> Values:
-    """Return the rope scaling of a model whose file has tensors of divisors (Llama 3, LongRoPE)."""
+    """Return the rope scaling of a file with tensors of frequency divisors (Llama 3, LongRoPE)."""
     common: Values = {"rope_type": "longrope"}
     if ROPE_FACTORS in reader.tensors:
         divisors = _tensor(reader, ROPE_FACTORS, num_pairs)
@@ -292,8 +292,8 @@ def _tensor(reader: _Reader, name: str, num_items: int) -> list[float]:
 def _dtype(checkpoint: GgufCheckpoint) -> str:
     """Return the dtype in which to load the model.
 
-    It is the type of the matrices if they all are F32 or all are F16, and bfloat16 otherwise. The
-    models were trained in bfloat16, and some of them overflow in float16.
+    The dtype is the type of the matrices if all matrices are F32 or all are F16, and bfloat16
+    otherwise. The models were trained in bfloat16, and some of them overflow in float16.
     """
     kinds = {each.type.name for each in checkpoint.tensors.values() if len(each.shape) > 1}
     return {"F32": "float32", "F16": "float16"}.get(" ".join(kinds), "bfloat16")

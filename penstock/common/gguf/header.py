@@ -38,7 +38,7 @@ _NUMBERS = {
     }.items()
 }
 _UINT32, _UINT64 = _NUMBERS[4], _NUMBERS[10]
-# The key and the value have at least one byte each.
+# The key and the value of a metadata entry have at least one byte each.
 _LEAST_ENTRY_BYTES = _UINT64.size + 1 + _UINT32.size + 1
 _LEAST_TENSOR_BYTES = 2 * _UINT64.size + 1 + 2 * _UINT32.size + _UINT64.size
 

@@ -1,7 +1,7 @@
 """Grammar rules for the arguments of tool calls, in the notation of a family of models.
 
 If a notation cannot express all values that a schema allows, the grammar allows a subset of them.
-An object may have properties that its schema does not list only if the schema lists no properties.
+If the schema of an object lists properties, the grammar allows no other properties.
 """
 
 import json
@@ -105,7 +105,7 @@ class ArgumentRules:
             members: for each member, its Lark expression and whether the member is required.
             separator: Lark expression between two members.
         """
-        # `rest` matches the remaining members after a member, `first` matches them at the start.
+        # Both match the remaining members: `rest` after another member, `first` at the start.
         rest, first = "", ""
         for expansion, is_required in reversed(members):
             member = self.rule(expansion)

@@ -8,7 +8,7 @@ from penstock.common.grammar.matcher import CompiledGrammar, GrammarVocabulary
 from penstock.common.structured_outputs import StructuredOutputs
 
 MAX_TEXT_BYTES = 8 << 20
-"""Limit of the total size of the cached texts. A grammar takes about 50 times its text's memory."""
+"""Limit of the total size of cached texts. A grammar takes about 50 times the size of its text."""
 
 
 class GrammarCache:

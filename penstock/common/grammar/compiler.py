@@ -137,8 +137,8 @@ def _structural_tag(text: str) -> str:
 def _tool_calls(text: str) -> str:
     """Return the grammar for calls of strict functions.
 
-    It consists of the grammar that the router has written, and of rules for the functions'
-    arguments.
+    The result consists of the grammar that the router has written, and of rules for the
+    functions' arguments.
     """
     content = _parsed(text, (dict,), "a JSON object")
     given = content["notation"]

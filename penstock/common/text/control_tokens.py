@@ -3,7 +3,8 @@
 A chat template writes control tokens, such as the start of a turn, into the prompt. A message may
 contain the text of a control token. If the prompt were tokenized as a whole, the author of the
 message could thus write turns of another role. Such text is therefore replaced by placeholder
-characters before the template is rendered. Afterwards it is tokenized as ordinary text.
+characters before the template is rendered. Afterwards the text is put back and tokenized as
+ordinary text.
 """
 
 import re

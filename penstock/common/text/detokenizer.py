@@ -27,7 +27,7 @@ class StopOptions:
         skip_special_tokens: whether special tokens are left out of the text.
         min_tokens: number of the token, counted from 1, at which the search for stop strings
             begins.
-        shown_tokens: special tokens that the text contains even if others are left out.
+        shown_tokens: special tokens that are never left out of the text.
     """
 
     stop: tuple[str, ...] = ()

@@ -82,7 +82,7 @@ class StopMatcher:
         """Append text. Return the text that can be shown now, and the match or None.
 
         If a stop string matches, the returned text is the held-back text plus `text`. The offsets
-        of the match refer to it.
+        of the match refer to the returned text.
         """
         before = len(self._held)
         whole = self._held + text

@@ -83,7 +83,7 @@ class ModelTokenizer:
     def has_control_tokens(self, value: object) -> bool:
         """Return whether a string of `value` contains the text of a control token.
 
-        When such a text is encoded for the first time, a second tokenizer is created, which is
+        When such a text is encoded for the first time, a second tokenizer is created. This is
         slow.
 
         Args:

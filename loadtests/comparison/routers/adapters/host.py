@@ -35,7 +35,8 @@ def running(
 ) -> Iterator[None]:
     """Run a server while the context is active.
 
-    The context begins when the server answers at `ready_url`. Raises RuntimeError if it does not.
+    The context begins when the server answers at `ready_url`. Raises RuntimeError if the server
+    does not answer.
     """
     process = subprocess.Popen(command, env={**os.environ, **(variables or {})})
     try:

@@ -1,8 +1,8 @@
 """Ray Serve with one replica that forwards the stub's stream, on a Ray cluster of its own.
 
 The replica copies bytes and does not look at them, so this is a lower bound for an LLM application
-on Serve. With the option `throughput`, Serve uses its settings for throughput: HAProxy in place of
-the HTTP proxy, and requests that go to the replica directly.
+on Serve. With the option `throughput`, Serve uses its settings for throughput: HAProxy replaces the
+HTTP proxy, and requests go directly to the replica.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ class Forward:
 
 @contextlib.contextmanager
 def router(options: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Start a Ray cluster and Serve with the deployment; yield its version and settings."""
+    """Start a Ray cluster and Serve with the deployment; yield Ray's version and the settings."""
     if options["throughput"]:
         os.environ |= {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1", "RAY_SERVE_ENABLE_HA_PROXY": "1"}
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"

@@ -106,7 +106,7 @@ class Side:
 
 
 async def run_destination(work: Work, folder: Path) -> None:
-    """Receive the transfers that lines on stdin request. Reply with JSON lines on stdout."""
+    """Execute commands from stdin (expect, bare, fingerprint). Reply with JSON lines on stdout."""
     side = Side(DESTINATION, work, folder)
 
     def done(reason: str, num_bytes: int) -> None:
