@@ -9,14 +9,14 @@ import pytest
 from penstock.cluster.processes.descriptors import reserve_descriptors
 
 # Imports and the collection of tests create millions of objects that live until the end.
-# Garbage collection over these objects would take a third of the collection's time.
-# It is enabled again by `pytest_collection_finish`.
+# Garbage collection over these objects would take a third of the time of test collection.
+# `pytest_collection_finish` enables garbage collection again.
 gc.disable()
 
 # Grow the table of file descriptors, because workers and routers also serve in this process.
 reserve_descriptors()
 
-# Small matrix products gain nothing from threads, which are ten times slower on a busy machine.
+# Threads do not speed up small matrix products, and slow them down tenfold on a busy machine.
 # This variable must be set before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -73,6 +73,6 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Let the garbage collector start in the controller of xdist, which collects no tests."""
+    """Enable garbage collection in the controller of xdist, because it does not collect tests."""
     if session.config.getoption("numprocesses", None):
         gc.enable()

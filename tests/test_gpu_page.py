@@ -1,4 +1,4 @@
-"""Each section about code in docs/gpu.md labels how it is known and what to check first."""
+"""Each section about code in docs/gpu.md says how its claims are known and what to check first."""
 
 import re
 from pathlib import Path

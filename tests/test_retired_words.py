@@ -35,7 +35,7 @@ def identifiers(tree: ast.AST) -> Iterator[str]:
 
 
 def retired_in(name: str, words: dict[str, set[str]]) -> list[str]:
-    """Return the retired words that an identifier contains without being listed as an exception."""
+    """Return the retired words in an identifier, except words that list it as an exception."""
     pieces = {each.lower() for each in PIECE.findall(name)}
     return sorted(word for word in pieces & words.keys() if name not in words[word])
 

@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent.parent
 FOLDER = ROOT / "build" / "aot"
 
-# Must be set before triton is imported, here and in the worker processes of `jobs`.
+# Set these variables before triton is imported, here and in the worker processes of `jobs`.
 os.environ["TRITON_CACHE_DIR"] = str(FOLDER / "cache")
 os.environ.pop("TRITON_INTERPRET", None)
 
@@ -40,7 +40,7 @@ def kernel_modules() -> dict[str, list[str]]:
 
 
 def folders(names: list[str]) -> list[str]:
-    """Return the folders `names`, or all folders that have cases; exit if a name is unknown."""
+    """Return the folders `names` (if empty, all folders); exit if a folder has no cases."""
     found = sorted(path.stem for path in (ROOT / "tests" / "aot" / "cases").glob("*.py"))
     if without := kernel_modules().keys() - set(found):
         raise SystemExit(f"kernels without a file in tests/aot/cases: {', '.join(sorted(without))}")

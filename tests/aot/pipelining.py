@@ -43,10 +43,10 @@ def _loop(lines: list[str], buffers: dict[str, int]) -> Loop:
 
 
 def _innermost_loops(ttgir: str) -> Iterator[list[str]]:
-    """Yield the lines of each loop that has matrix products and contains no such loop.
+    """Yield the lines of each loop with matrix products that contains no other such loop.
 
-    The compiler may repeat a part of an inner loop after it. An outer loop may therefore have
-    matrix products of its own.
+    The compiler may repeat a part of an inner loop after that loop. An outer loop may therefore
+    have matrix products of its own.
     """
     open_loops: list[_OpenLoop] = []
     for line in ttgir.splitlines():

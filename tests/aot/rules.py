@@ -1,17 +1,17 @@
-"""Rules for compiled kernels: resources, tensor cores, wide loads, and loads ahead of time."""
+"""Rules for compiled kernels: resources, tensor cores, wide loads and pipelined copies."""
 
 from penstock.kernels.triton_common.launch import DeviceInfo
 from tests.aot.case import AotCase
 from tests.aot.compiling import Artefact
 
 MIN_WIDE_SHARE = 0.5
-"""Share of a streaming kernel's reads that must be 16-byte loads; the rest are offsets, scalars."""
+"""Least share of 16-byte loads in a streaming kernel's reads; the rest are offsets and scalars."""
 
 MIN_RESIDENT_WARPS = 8
 """Warps that a multiprocessor must hold at a time: two for each of its four schedulers."""
 
 DEEP = 4
-"""Copies in flight that replace more warps: two tiles ahead, with two copies per tile."""
+"""Copies in flight with which fewer warps are enough: two tiles ahead, two copies per tile."""
 
 
 def complaints(artefact: Artefact, kernel: str, case: AotCase, chip: DeviceInfo) -> list[str]:

@@ -2,7 +2,7 @@
 
 The launches of a worker's warm-up are recorded on the "meta" device, so no weights, no memory and
 no GPU are needed. In FOLDER, the kernels are stored under the keys that Triton uses to look them up
-(`kernels/triton_common/kernel_cache.py`). The build of the image runs this.
+(`kernels/triton_common/kernel_cache.py`). The image build runs this command.
 """
 
 import argparse
@@ -88,7 +88,7 @@ Batches = Sequence[Sequence[int]]
 
 
 def record(name: str, chip: DeviceInfo, steps: Batches = ()) -> list[Launch]:
-    """Return launches of the warm-up or of prefill `steps`, one for each specialization."""
+    """Return launches of the warm-up or, if given, of prefill `steps`: one per specialization."""
     with (
         record_launches(chip) as launches,
         mock.patch.object(model_builder, "runs_kernels", return_value=True),
@@ -104,7 +104,7 @@ def record(name: str, chip: DeviceInfo, steps: Batches = ()) -> list[Launch]:
 
 
 def runner_of(config: dict[str, Any]) -> tuple[DeviceRunner, SchedulerConfig]:
-    """Return a runner of the model, with two layers on the "meta" device, and a worker's limits."""
+    """Return a runner of the model (two layers, "meta" device) and the limits of a worker."""
     with tempfile.TemporaryDirectory() as folder:
         text = json.dumps(config | {"num_hidden_layers": 2})
         (Path(folder) / "config.json").write_text(text)

@@ -90,7 +90,7 @@ def test_killed_node_is_replaced_and_its_streams_continue(folder: Path) -> None:
         expected = [streamed(running, number) for number in range(4)]
         with ThreadPoolExecutor(len(expected)) as pool:
             streams = [pool.submit(streamed, running, number) for number in range(len(expected))]
-            # Each worker has two streams, or one has three if a load report was late.
+            # Each worker has two streams. If a load report was late, one worker may have three.
             wait_for(lambda: min(num_running(running)) > 0, "streams on both")
             kill_node(raylet_of(running, "victim,1"))
             assert [each.result() for each in streams] == expected

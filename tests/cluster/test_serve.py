@@ -48,7 +48,7 @@ def ports() -> list[int]:
 @pytest.fixture(scope="module")
 def started() -> Iterator[Serving]:
     """A cluster with two routers, shared by several tests; a test may kill its processes."""
-    # Two consecutive ports each: the second router uses the next ports.
+    # Each port is followed by another free port, which the second router uses.
     ports = free_ports(2, run=2)
     arguments = [*ARGUMENTS, "--routers", "2", "--deterministic"]
     with (

@@ -1,4 +1,4 @@
-"""Rows "answers" and the fields whose effect is in the answer, for both completion APIs."""
+"""Rows "answer" of `review_rows.txt`, and fields that change answers, for both completion APIs."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -150,7 +150,7 @@ async def test_number_of_alternatives_per_token(client: Any, count: int) -> None
     logprobs = answer.choices[0].logprobs
     for token, top in zip(logprobs.tokens, logprobs.top_logprobs, strict=True):
         assert top[token] == -0.25
-        assert len(top) == max(count, 1)  # the chosen token is always among them
+        assert len(top) == max(count, 1)  # the chosen token is always included
 
 
 async def test_bytes_of_logprobs_are_those_of_the_text(client: Any) -> None:

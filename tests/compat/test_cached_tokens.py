@@ -48,7 +48,7 @@ def cached(usage: Any) -> int:
 
 
 def reusable(usage: Any) -> int:
-    """Return the tokens of a repeated prompt that need no computation: all but the last one."""
+    """Return the number of tokens of a repeated prompt that can be cached: all but the last."""
     return int(usage.prompt_tokens - 1)
 
 
@@ -130,6 +130,6 @@ async def test_continued_response_has_its_conversation_cached(client: Any) -> No
     *_, last = [event async for event in stream]
     details = last.response.usage.input_tokens_details
     shared = (first.usage.input_tokens - 1) // BLOCK * BLOCK
-    # The last shared block of the two prompts may differ.
+    # The last full block of the first prompt may differ in the second prompt.
     assert details.cached_tokens >= shared - BLOCK > 0
     assert last.response.usage.input_tokens > first.usage.input_tokens

@@ -1,4 +1,4 @@
-"""Rows "errors": each status has OpenAI's form and the client's own exception."""
+"""Rows "error" of `review_rows.txt`: each error has OpenAI's format and the client's exception."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""Rows "extensions": those of other servers that are served, and those that are not."""
+"""Rows "extension" of `review_rows.txt`: other servers' extensions, served or refused."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Row "header endpoint-load-metrics": load reports of ORCA, in vLLM's two formats."""
+"""Row "header endpoint-load-metrics" (`review_rows.txt`): ORCA reports in vLLM's two formats."""
 
 import json
 from collections.abc import AsyncIterator
@@ -28,7 +28,7 @@ NAMED = {"kv_cache_usage_perc": 0.12, "num_requests_waiting": 3.0}
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def loaded(config: RouterConfig) -> AsyncIterator[Served]:
-    """A router with a worker that answers, and one that is loaded and takes no requests."""
+    """A router with an idle worker, and with a loaded worker that drains and takes no requests."""
     idle, busy = StubWorker("w0"), StubWorker("w1")
     idle.welcome.num_blocks = 96
     async with serving(config, idle, busy) as served:

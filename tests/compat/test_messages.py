@@ -48,7 +48,7 @@ class Model:
         self.client = client
 
     async def __call__(self, text: str, stream: bool = False, **fields: Any) -> Any:
-        """Return the message; that of a stream is assembled by the official client."""
+        """Return the message; the official client assembles the message of a stream."""
         tokens = tokens_of(text)
         self.served.worker.submits.clear()
         self.served.worker.answer = lambda prompt: tokens

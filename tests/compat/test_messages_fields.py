@@ -33,7 +33,7 @@ def user(*blocks: Any) -> list[Any]:
 
 
 def after_call(*blocks: Any, call: Any = CALL) -> list[Any]:
-    """Return a conversation with a call, and a message of the user."""
+    """Return a conversation with a tool call, followed by a user message of these blocks."""
     return [*HELLO, {"role": "assistant", "content": [call]}, *user(*blocks)]
 
 
@@ -114,7 +114,7 @@ REFUSED: list[tuple[str, object]] = [
     ("messages", after_call(RESULT, call={**CALL, "caller": {"type": "code_execution_20250825"}})),
     ("messages", after_call(RESULT, call={**CALL, "toolset_name": "browser"})),
     ("messages", after_call(RESULT, call={**CALL, "input": "{}"})),
-    ("messages", after_call()[:-1]),  # no message is left that the answer could continue
+    ("messages", after_call()[:-1]),  # ends with an assistant message without text
     ("metadata", {"user_id": 5}),
     ("metadata", {"trace": "x"}),
     ("model", None),

@@ -1,4 +1,4 @@
-"""Pings of Anthropic's streams whose next token takes long, through the official client."""
+"""Pings in Anthropic's streams while the next token is late, read by the official client."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -35,7 +35,7 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def begun(model: Model) -> Any:
-    """Return a stream that has begun without tokens, as the worker is paused."""
+    """Return a stream that has begun but has no tokens, because the worker is paused."""
     worker = model.served.worker
     worker.answer = lambda prompt: tokens_of("It is 42.")
     worker.submits.clear()
@@ -63,7 +63,7 @@ async def test_pings_fill_a_pause_between_two_tokens(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = model.served.worker
-    # Slow, so that the client reads some tokens before the end.
+    # Make steps slow, so that the client reads some tokens before the answer ends.
     monkeypatch.setattr(worker, "step_seconds", 0.02)
     worker.answer = lambda prompt: tokens_of("It is 42. " * 20)
     worker.stepping.set()

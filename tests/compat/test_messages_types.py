@@ -1,4 +1,4 @@
-"""The types of Anthropic's client have only fields that Penstock knows; a new one fails a test."""
+"""The types of Anthropic's client have only fields that Penstock knows; new fields fail a test."""
 
 import typing
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Refusals: fields that would change the answer, and the field that a refusal names."""
+"""Fields that would change the answer are refused, and the error names the right field."""
 
 from typing import Any
 

@@ -43,7 +43,7 @@ async def create(model: ResponsesModel, text: str = FULL, **body: Any) -> Any:
 
 
 async def read(stream: Any) -> list[dict[str, Any]]:
-    """Return the rest of a stream; its events are valid for the client's types."""
+    """Return the remaining events of a stream; check that they are valid for the client's types."""
     events = [event.to_dict() async for event in stream]
     for event in events:
         EVENTS.validate_python(event)

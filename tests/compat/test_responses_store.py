@@ -1,4 +1,4 @@
-"""Stored responses: continued, retrieved, listed, deleted, canceled; and only by their tenant."""
+"""Stored responses: only their tenant can continue, retrieve, list, delete and cancel them."""
 
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -57,7 +57,7 @@ async def test_result_of_a_call_continues_the_response(model: ResponsesModel, st
 async def test_large_body_continues_a_response(model: ResponsesModel) -> None:
     first = await model("A.", input="a?", instructions="old")
     metadata = {str(index): "x" * 500 for index in range(16)}
-    # So long that the body is parsed in a helper process.
+    # This description is so long that the body is parsed in a helper process.
     tools = [{**ADD, "description": "y" * 40000}]
     body = {"metadata": metadata, "tools": tools, "tool_choice": "none", "instructions": "new"}
     second = await model("B.", input="b?", previous_response_id=first.id, **body)

@@ -18,7 +18,7 @@ TAG: dict[str, Any] = {
     "structures": [{"begin": " a", "schema": {"const": "X"}, "end": "!"}],
     "triggers": [" a"],
 }
-"""After each " a" comes `"X"!`."""
+"""A structural tag: the text `"X"!` must follow each " a"."""
 
 
 @pytest.mark.parametrize(

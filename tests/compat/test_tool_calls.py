@@ -41,7 +41,7 @@ class Model:
         self.tokenizer = tokenizer
 
     async def __call__(self, text: str, stream: bool = False, **body: Any) -> Any:
-        """Return the choices; those of a stream are assembled from the official client's chunks."""
+        """Return the choices; for a stream, assemble them from the official client's chunks."""
         tokens = self.tokenizer.encode(text, add_special_tokens=False).ids
         self.served.worker.answer = lambda prompt: tokens
         create = self.client.chat.completions.create

@@ -1,4 +1,4 @@
-"""Rows "metrics": after requests of OpenAI's client, metrics have vLLM's names and exact counts."""
+"""Rows "metric" of `review_rows.txt`: vLLM's names and exact counts after OpenAI requests."""
 
 import asyncio
 from collections.abc import Iterator, Mapping
@@ -66,7 +66,7 @@ async def test_sizes_of_the_cache_are_labels(config: RouterConfig) -> None:
 
 
 async def test_steps_are_counted_by_their_tokens_once(config: RouterConfig) -> None:
-    """A worker sends totals: a router that connects again counts no step twice."""
+    """Workers send totals, so a router that reconnects does not count a step twice."""
 
     async def counts(served: Served) -> list[float]:
         """Return the values of the buckets, the count and the sum."""
@@ -129,7 +129,7 @@ async def test_waiting_requests_are_counted_by_reason(config: RouterConfig) -> N
 
 
 async def test_preemptions_of_a_request_are_counted_over_its_workers(config: RouterConfig) -> None:
-    """One request is preempted twice, then once more on a second worker; another one never is."""
+    """Preempt one request twice, then once more on a second worker; do not preempt another one."""
     first, second = StubWorker("w0"), StubWorker("w1")
     config = replace(config, vllm_metrics=True)
     async with serving(config, first) as served, connect(served) as client:

@@ -17,7 +17,7 @@ from tests.fuzz.run import Result, replay, run
 from tests.fuzz.strategies import BODIES, METHODS, SERVICES
 
 NEEDED = 5000
-"""A run of at least this many inputs fails if a route or method has answered none of them well."""
+"""A run of at least this many inputs fails if a route or method has answered none successfully."""
 
 
 def main() -> int:
@@ -57,7 +57,7 @@ def _run_processes(num_inputs: int, seed: int, count: int) -> int:
 
 def unreached(reached: Counter[str]) -> list[str]:
     """Return the routes and methods that answered no input successfully."""
-    # No input of the run contains the id of a stored response, so paths with an id are left out.
+    # Paths with the id of a stored response are left out, because no input contains such an id.
     wanted = [f"POST {path} 200" for path in BODIES if "{id}" not in path]
     wanted += [
         f"{name} OK" for name, each in METHODS.items() if each.containing_service is SERVICES[0]

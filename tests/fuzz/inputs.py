@@ -1,4 +1,4 @@
-"""Inputs of the fuzz run: requests of a client to one port of a router, as records to replay."""
+"""Inputs of the fuzz run: a client's requests to one port of a router, as replayable records."""
 
 import base64
 import json

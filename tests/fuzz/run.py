@@ -26,7 +26,7 @@ COMPANION_EVERY = 20
 MAX_TRIES = 200
 """Most inputs that are sent in the search for a smaller failing one."""
 MAX_GROWTH = 64 << 20
-"""Bytes of memory that the run may keep."""
+"""Largest growth of the resident memory in bytes."""
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Result:
     num_inputs: int = 0
     failing: Input | None = None
     problem: str = ""
-    # Memory in bytes that was not released since the end of the first part of the run.
+    # Growth of the resident memory in bytes since the end of the first part of the run.
     growth: int = 0
     longest_callback: float = 0.0  # longest CPU time of a callback in seconds
     seconds: float = 0.0
@@ -158,7 +158,7 @@ def replay(given_: Input) -> str:
 
 
 def _resident() -> int:
-    """Return the resident memory in bytes, without memory that could be given back."""
+    """Release free memory to the system; return the resident memory in bytes."""
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -96,7 +96,7 @@ HEADERS: Mapping[str, Values] = {
     "x-request-id": TEXTS,
     "x-forwarded-for": TEXTS,
 }
-"""Headers that a router or a library of it reads, and their odd values."""
+"""Headers that a router or one of its libraries reads, with odd values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ def _json(value: object) -> bytes:
 
 @st.composite
 def bodies(draw: st.DrawFn, path: str) -> dict[str, Any]:
-    """Draw a JSON object for a route; some have a field that is not supported."""
+    """Draw a JSON body for a route; some bodies have an unsupported field."""
     models = BODIES[path]
     if not models:
         worker = draw(st.sampled_from(["w1", "w1", "w9"]))
@@ -126,7 +126,7 @@ def bodies(draw: st.DrawFn, path: str) -> dict[str, Any]:
         body["prompt"] = draw(st.sampled_from(["hi", [5, 6], ["a", "b"], [[7], [8, 9]]]))
     if "messages" in model.model_fields and draw(st.booleans()):
         body["messages"] = [{"role": "user", "content": "hi"}]
-    # Without this name, the model is unknown.
+    # Most bodies get this name, because a body with any other name is only refused.
     if issubclass(model, CountTokensBody) and not draw(one_in(8)):
         body["model"] = "stub"
     if "input" in model.model_fields and draw(st.booleans()):
@@ -250,7 +250,7 @@ def _serialized(draw: st.DrawFn, descriptor: Descriptor) -> bytes:
 
 @st.composite
 def grpc_inputs(draw: st.DrawFn) -> Input:
-    """Draw a call of any method; some have malformed messages, none, or several."""
+    """Draw a call of any method, mostly with one message; some messages are malformed."""
     method = draw(st.sampled_from([*METHODS, *[f"/{SERVICES[0].full_name}/Generate"] * 6]))
     descriptor = METHODS[method].input_type
     is_malformed = draw(one_in(6))

@@ -37,13 +37,13 @@ DOCUMENTED = {503, 504}
 """The statuses above 499 that a router may answer."""
 BAD_CODES = {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.DATA_LOSS}
 OF_CLIENT = "Internal error from Core"
-"""Error of gRPC's client for a call that has ended while it was sending."""
+"""Error of gRPC's client for a call that ended while the client was sending."""
 BACKGROUND = b'"background": true'
 LEAKS = (b"Traceback", b'File "', str(Path.cwd()).encode())
 
 
 def answer(prompt: Sequence[int]) -> list[int]:
-    """Return a short answer that depends on the prompt, or the long one of the companion."""
+    """Return a short answer that depends on the prompt; the companion stream gets a long answer."""
     length = COMPANION_TOKENS if list(prompt[:3]) == [7, 8, 9] else 3 + sum(prompt) % 5
     return [6 + (sum(prompt) + 7 * index) % 300 for index in range(length)]
 
@@ -63,7 +63,7 @@ class Records(logging.Handler):
 
 @dataclass
 class Left:
-    """A connection that a client has left open, with what the router has sent."""
+    """A connection that a client has left open, and the bytes that the router has sent."""
 
     given: RawInput
     writer: asyncio.StreamWriter
@@ -258,7 +258,7 @@ class Target:
     # ------------------------------------------------------------ the companion
 
     async def swap_companion(self) -> str:
-        """Check the companion stream and `/health`; begin a new stream."""
+        """Check `/health` and the companion (a stream beside the inputs); begin a new stream."""
         problem = ""
         if self.companion is not None:
             problem = await self._compare(self.companion)
@@ -326,7 +326,7 @@ async def _companion(served: Served) -> bytes:
 
 @contextlib.asynccontextmanager
 async def target(folder: Path) -> AsyncIterator[Target]:
-    """Serve a router with two stub workers and keys, and prepare the companion."""
+    """Serve a router with two stub workers and keys, and prepare the companion stream."""
     peers: dict[str, StubWorker] = {}
     workers = [StubWorker(name, answer=answer, peers=peers) for name in WORKERS]
     for worker in workers:

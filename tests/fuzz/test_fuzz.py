@@ -210,7 +210,7 @@ def drawn_from(values: Values, number: int = 1) -> list[Any]:
 def names_drawn(
     values: Values, wanted: set[str], names_of: Callable[[Any], Iterable[str]]
 ) -> set[str]:
-    """Return the names in values that are drawn until all `wanted` names were seen."""
+    """Draw values until all `wanted` names have occurred; return the names that occurred."""
     seen: set[str] = set()
     # Many draws are needed, because Hypothesis seldom draws some of the 50 fields of a body.
     for number in range(100):
@@ -270,7 +270,7 @@ def _collect(descriptor: Any, found: dict[str, Any]) -> None:
 
 
 def test_new_message_types_need_no_change_here() -> None:
-    """Fields of a message of another protocol (the worker's) are drawn without changes here."""
+    """The strategies also draw all fields of a message of another protocol (the worker's)."""
     descriptor = worker_pb2.DESCRIPTOR.message_types_by_name["Submit"]
     kind = message_factory.GetMessageClass(descriptor)
     params = descriptor.fields_by_name["params"].message_type

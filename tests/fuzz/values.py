@@ -71,7 +71,7 @@ SIMPLE: Mapping[Any, Values] = {
 
 @cache
 def values_of(annotation: Hashable) -> Values:
-    """Return a strategy for the values of a field with this annotation; all are plain JSON."""
+    """Return a strategy for plain JSON values of a field with this annotation."""
     if annotation in SIMPLE:
         return SIMPLE[annotation]
     origin, arguments = get_origin(annotation), get_args(annotation)
@@ -109,7 +109,7 @@ def one_in(count: int) -> st.SearchStrategy[bool]:
 
 @st.composite
 def some_of(draw: st.DrawFn, fields: Mapping[str, Values], required: list[str]) -> dict[str, Any]:
-    """Draw a few fields, most with values of their type, and the required ones."""
+    """Draw the required fields and a few others, mostly with values of their types."""
     chosen = draw(st.lists(st.sampled_from(sorted(fields)), max_size=8)) if fields else []
     drawn = {}
     for name in dict.fromkeys((*required, *chosen)):
@@ -158,7 +158,7 @@ def _messages(draw: st.DrawFn, descriptor: Descriptor) -> Message:
     message = message_factory.GetMessageClass(descriptor)()
     fields = list(descriptor.fields)
     chosen = draw(st.lists(st.sampled_from(fields), max_size=5)) if fields else []
-    # A message with a oneof is mostly invalid without one of its fields.
+    # Most messages with a oneof are invalid if no field of the oneof is set.
     for oneof in descriptor.oneofs:
         chosen.append(draw(st.sampled_from(list(oneof.fields))))
     for field in chosen:
@@ -183,7 +183,7 @@ def _set(draw: st.DrawFn, message: Message, field: FieldDescriptor) -> None:
 
 @st.composite
 def malformed(draw: st.DrawFn, descriptor: Descriptor) -> bytes:
-    """Draw bytes that are a message with wrong types on the wire, or a damaged one."""
+    """Draw the bytes of a message with wrong wire types, or of a valid message that was damaged."""
     if draw(st.booleans()):
         return draw(damaged(draw(messages_of(descriptor)).SerializeToString()))
     data = bytearray()

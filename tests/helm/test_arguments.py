@@ -355,7 +355,7 @@ def test_settings_of_a_model_and_of_pools_reach_the_driver() -> None:
         "attention_backend": "fa3",
         "deterministic": True,
     }
-    # A pod has its checkpoint in a folder; the revision is a setting of `source.hub`.
+    # In the chart, a model has no `path` and no `revision`: its `source` determines both.
     assert {"path", "revision", *settings} == set(knobs(ModelSpec))
     sizes = {"kvCacheMib": 10, "maxSequences": 3}
     values = {

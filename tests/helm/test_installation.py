@@ -146,7 +146,7 @@ def test_digest_pins_the_image_of_all_containers() -> None:
 
 
 def admitted(found: list[chart.Object]) -> dict[str, Any]:
-    """Return the peers that may connect to each port of the routers; None: all."""
+    """Return the peers that may connect, by port of the routers; None means all peers."""
     policy = chart.one(found, "NetworkPolicy", "-clients")["spec"]["ingress"]
     return {port["port"]: rule.get("from") for rule in policy for port in rule["ports"]}
 

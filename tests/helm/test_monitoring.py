@@ -94,7 +94,7 @@ def test_prometheus_parses_every_expression(tmp_path: Path) -> None:
 
 LABELS = 'namespace="apps", job="rel-penstock"'
 SLOW = {"0.5": "0x60", "5": "0+1x60", "+Inf": "0+1x60"}
-"""A histogram, as values by bucket, whose observations all lie between 0.5 and 5."""
+"""Bucket values of a histogram whose observations all lie between 0.5 and 5."""
 
 
 def series(name: str, values: str, labels: str = "") -> dict[str, str]:
@@ -123,7 +123,7 @@ FIRING: dict[str, list[dict[str, str]]] = {
     "PenstockKvFull": [
         series("kv_blocks", "98x60", 'worker="decode-0", state="used"'),
         series("kv_blocks", "2x60", 'worker="decode-0", state="free"'),
-        # This pool has more blocks, because they are smaller. The alert must compare shares.
+        # This pool has more blocks, because its blocks are smaller. The alert must compare shares.
         series("kv_blocks", "10000x60", 'worker="prefill-0", state="free"'),
     ],
     "PenstockPreempting": [series("preemptions_total", "0+60x60", 'worker="decode-0"')],

@@ -17,7 +17,7 @@ SCRAPER = {"name": "scraper", "key": "key"}
 
 
 def monitored(role: str | None, monitor: str = "serviceMonitor") -> dict[str, Any]:
-    """Return values with API keys, one of them Prometheus's with `role`, and with a monitor."""
+    """Return values with a monitor and API keys; if `role` is set, Prometheus has a key with it."""
     keys = {"prometheus": {"role": role, "secret": SCRAPER}} if role else {}
     router = {"apiKeysSecret": {"name": "users"}, "keys": keys}
     own = {"enabled": True, "apiKeySecret": SCRAPER}

@@ -324,7 +324,7 @@ MUTATIONS = [
         "value: {{ .name }}",
     ),
 ]
-"""(mode, template, original text, replacement). Checks must detect each of them."""
+"""(mode, template, original text, replacement). Checks must detect each mutation."""
 
 
 @pytest.mark.slow

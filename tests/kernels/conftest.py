@@ -1,4 +1,4 @@
-"""Fixtures of the kernel tests; tests with `device` run Triton, interpreted or on a GPU."""
+"""Fixtures of the kernel tests. The fixture `device` is for Triton, interpreted or on a GPU."""
 
 import pytest
 import torch

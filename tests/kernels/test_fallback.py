@@ -1,4 +1,4 @@
-"""Kernel fallbacks on a GPU are counted, and raise within `forbid_fallback`."""
+"""Kernel fallbacks on a GPU are counted, and raise an error within `forbid_fallback`."""
 
 import pytest
 import torch

@@ -44,7 +44,7 @@ def test_numba_loops_of_operations_are_only_in_files_named_cpu() -> None:
 
 
 def test_launchers_name_the_device_of_each_new_tensor() -> None:
-    """A launcher must not create a tensor on the default device, where it might wait for a GPU."""
+    """A launcher that creates a tensor on the default device might wait for a GPU."""
     creators = {f"torch.{name}" for name in CREATORS}
     created = [
         (name, call)

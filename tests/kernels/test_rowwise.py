@@ -94,7 +94,7 @@ def test_activations_of_large_inputs_saturate() -> None:
     ]
 
 
-WIDTH = 2050  # no multiple of a vector length
+WIDTH = 2050  # not a multiple of a vector length
 WEIGHT = torch.randn(WIDTH)
 ROWWISE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu_mul": silu_and_mul_batch_invariant,
@@ -126,7 +126,7 @@ def test_gemma_rms_norm_adds_one_in_float32() -> None:
     x, weight = torch.randn(5, 24) * 9, torch.randn(24)
     expected = rms_norm_reference(x, 1 + weight, 1e-5)
     torch.testing.assert_close(gemma_rms_norm(x, weight, 1e-5), expected)
-    tiny = torch.full((24,), 2.0**-12, dtype=torch.bfloat16)  # too small: 1 + tiny is 1 in bfloat16
+    tiny = torch.full((24,), 2.0**-12, dtype=torch.bfloat16)  # 1 + tiny rounds to 1 in bfloat16
     rows = torch.randn(500, 24).to(torch.bfloat16)
     found, plain = gemma_rms_norm(rows, tiny, 1e-5), rms_norm(rows, 1 + tiny, 1e-5)
     assert not torch.equal(found, plain)

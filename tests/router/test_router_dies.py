@@ -147,7 +147,7 @@ async def test_clients_resume_at_the_other_router_and_its_own_streams_are_unaffe
         reads = [Received() for _ in REQUESTS]
         other_reads = [Received() for _ in REQUESTS]
         clients = [ResumingClient(stubs) for _ in REQUESTS]
-        # The clients of these six calls never read a reply.
+        # The clients of these six calls read only the first reply.
         abandoned_calls = [stubs[0].Generate(REQUESTS[0]) for _ in range(6)]
         for call in abandoned_calls:
             await call.read()

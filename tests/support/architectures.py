@@ -155,7 +155,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     **{kind: {"pad_token_id": 1} for kind in ROBERTAS},
     "xmod": {"pad_token_id": 1, "default_language": "en_XX"},
 }
-"""Settings that an architecture needs in addition, or that test more of it."""
+"""Further settings. Some are required; others let the tests cover more code."""
 
 
 def is_reviewed(kind: str) -> bool:
@@ -178,7 +178,7 @@ all its layers, which its own layer classes refuse.
 """
 
 KINDS: dict[str, str] = {name: kind for kind, name in ARCHITECTURES.items()}
-"""`model_type` by architecture: the last one, which is the text part's if two share a name."""
+"""`model_type` by architecture. If two share a name, the last one, of the text part, is used."""
 
 
 def small_config(kind: str) -> Any:

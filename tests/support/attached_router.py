@@ -119,7 +119,7 @@ class AttachedRouter:
         await self._channel.close()
 
     async def _send_heartbeats(self, seconds: float) -> None:
-        # The stream has ended; the reader raises the error.
+        # If the stream has ended, `_read_messages` has stored the error.
         with suppress(asyncio.InvalidStateError):
             while True:
                 await asyncio.sleep(seconds)

@@ -57,7 +57,7 @@ def make_case(
     dtype: torch.dtype = torch.float32,
     cached: str | None = None,
 ) -> tuple[Tensor, Tensor, Batch]:
-    """Return a query, a layer of the cache in the format `cached` (by default floats), a batch."""
+    """Return a query, a layer of the cache in the format `cached` (None: floats), and a batch."""
     num_heads, group, head_dim = heads
     batch, num_blocks = make_batch(lengths, block_size, seed=len(lengths))
     batch = within_bounds(batch, num_blocks)
@@ -86,10 +86,9 @@ def exactly(query: Tensor, layer: Tensor, batch: Batch, window: int, scores: Sco
 def within_bounds(batch: Batch, num_blocks: int) -> Batch:
     """Return the batch with valid block tables, for tests of broken kernels.
 
-    Block 0 is taken from its sequence, which gets another block instead. All unused entries of the
-    tables, and one additional column, then refer to block 0. If a broken kernel reads such an
-    entry, or a block number that it has masked, it gets NaN and does not access memory out of
-    bounds.
+    The sequence that uses block 0 gets another block instead. All unused entries of the tables, and
+    one additional column, then refer to block 0, which holds NaN. A broken kernel that reads such
+    an entry, or a masked block number, gets NaN and does not access memory out of bounds.
     """
     starts, contexts, tables = batch
     spare = np.setdiff1d(np.arange(num_blocks), tables)[0]
@@ -140,7 +139,7 @@ def check_one_path(
 
 
 def shared_batch(num_tokens: int, prefix: int, contexts: list[int]) -> tuple[Batch, int]:
-    """Return a batch with one token per sequence and a shared prefix, and its number of blocks.
+    """Return a batch with one token per sequence and a shared prefix, and the number of blocks.
 
     The first `prefix` positions of all sequences are stored in the same blocks of 16 positions.
     """

@@ -157,7 +157,7 @@ class _Wrapper:
 
 
 class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
-    """Stand-in for paged decode: one token per sequence; in a CUDA graph, only fixed buffers."""
+    """Stand-in for paged decode: one token per sequence; a CUDA graph must use fixed buffers."""
 
     def __init__(
         self,

@@ -113,7 +113,7 @@ class BatcherRequest:
         assert not self.params.use_beam_search or kv_len < len(self.prompt)
 
     def num_tokens_at_most(self, max_model_len: int) -> int:
-        """Return an upper bound of the tokens that one run of all choices still computes."""
+        """Return an upper bound on the number of tokens that one run of all choices computes."""
         if self.params.use_beam_search:
             answers = [self.params.answer_limit(0, max_model_len)] * len(self.answers)
         else:

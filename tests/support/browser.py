@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.served_router import TIMEOUT_SECONDS
 
-# The WebDriver standard's key of element references.
+# Key of element references in the WebDriver standard.
 ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
 
 needs_chromium = pytest.mark.skipif(
@@ -93,7 +93,7 @@ class Browser:
 
 @contextlib.asynccontextmanager
 async def browser(profile: Path) -> AsyncIterator[Browser]:
-    """Run Chromium with its profile in a folder; it reaches loopback only through the tests."""
+    """Run a headless Chromium with this profile folder, controlled by a local chromedriver."""
     driver = await asyncio.create_subprocess_exec(
         "chromedriver", "--port=0", stdout=asyncio.subprocess.PIPE
     )

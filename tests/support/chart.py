@@ -24,7 +24,7 @@ MODES = ("kuberay", "standalone")
 KUBERNETES = ("1.27", "1.37")  # oldest supported version (Chart.yaml) and newest one
 
 PROMETHEUS = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
-"""The pods of Prometheus, as values name them."""
+"""Selector of Prometheus's pods, in the form that the chart's values use."""
 
 ANONYMOUS = {"router": {"allowAnonymous": True}}
 
@@ -226,7 +226,7 @@ def rule_problems(found: Sequence[Object]) -> list[str]:
 
 
 def _label_problems(found: Sequence[Object]) -> Iterator[str]:
-    """Check that no pod has a label that changes with the chart's version: pods would restart."""
+    """Check that no pod label changes with the chart's version, because this would restart pods."""
     stable = {f"app.kubernetes.io/{name}" for name in ("part-of", "instance", "component", "name")}
     for role, pod in pods(found):
         if more := pod["metadata"]["labels"].keys() - stable:
@@ -353,7 +353,7 @@ def _reach_problems(found: Sequence[Object]) -> Iterator[str]:
 
 
 def replicas_of(role: str, found: Sequence[Object]) -> int:
-    """Return the number of pods of a component whose count is fixed."""
+    """Return the replica count of a component with a fixed number of pods, or 0 if it is absent."""
     for each in found:
         spec = each.get("spec", {})
         for group in spec.get("workerGroupSpecs", []):
@@ -378,7 +378,7 @@ def _budget_problems(name: str, spec: Object, replicas: int) -> Iterator[str]:
 
 
 def _policy_problems(name: str, spec: Object) -> Iterator[str]:
-    """Check that the release's pods can reach each other, and other pods only the routers."""
+    """Check that the release's pods can reach each other, and other pods reach only routers."""
     inside = [{"podSelector": spec["podSelector"]}]
     for rule in spec.get("ingress", []):
         ports = {each.get("port") for each in rule.get("ports", [])}

@@ -24,7 +24,7 @@ _interpreter = threading.Lock()
 
 
 class HostRead(AssertionError):
-    """A captured function read a value of a tensor on the host."""
+    """Raised if a captured function reads a tensor's value on the host."""
 
 
 _READS = (

@@ -31,7 +31,7 @@ class DisaggregatedPair:
     async def answer_without_transfer(
         self, prompt: list[int], num_tokens: int, **params: Any
     ) -> list[int]:
-        """Return the answer if the decode worker also prefills, without a cached prefix."""
+        """Let the decode worker prefill and decode, without a cached prefix; return the answer."""
         request = next(_requests)
         given = greedy(num_tokens, **params)
         await self.decode.submit(request, prompt, given, salt=b"mixed %d" % next(_salts))
@@ -51,7 +51,7 @@ class DisaggregatedPair:
     async def decode_and_yield(
         self, prompt: list[int], num_tokens: int, after: int
     ) -> "YieldedRequest":
-        """Yield a request on the prefill worker after `after` or more tokens, as in a drain."""
+        """Decode at least `after` tokens on the prefill worker, then yield, as in a drain."""
         request, salt = next(_requests), b"half done %d" % next(_salts)
         given = greedy(num_tokens)
         await self.prefill.submit(request, prompt, given, salt=salt)

@@ -265,7 +265,7 @@ class FakeWorker:
         self.outbox.append(Stepped(self.name, TokenColumns(), None, [(*name, reason)]))
 
     def skip_position(self) -> bool:
-        """Remove a position from a queued Step (a fault); return False if no Step is queued."""
+        """Skip the first position of a queued Step (a fault); return False if none has tokens."""
         for number, event in enumerate(self.outbox):
             if isinstance(event, Stepped) and event.tokens:
                 first, *rest = event.tokens.positions

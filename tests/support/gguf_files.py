@@ -116,7 +116,7 @@ def interleaved(items: np.ndarray, num_heads: int) -> np.ndarray:
 
 
 def add_tensor(writer: gguf.GGUFWriter, name: str, items: np.ndarray, kind: str) -> None:
-    """Add a tensor: random blocks for a K-quant, otherwise the quantized items."""
+    """Add a tensor of type `kind`; a K-quant gets random blocks instead of the items."""
     type_ = gguf.GGMLQuantizationType[kind]
     if kind in ("F32", "F16"):
         writer.add_tensor(name, items.astype({"F32": np.float32, "F16": np.float16}[kind]))

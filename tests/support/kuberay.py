@@ -47,7 +47,7 @@ KUBERNETES_TYPES = (
     *("template", "rayStartParams"),
     *("autoscalerOptions.env", "autoscalerOptions.resources", "autoscalerOptions.securityContext"),
 )
-"""Fields whose content is of a type of Kubernetes, or free."""
+"""Fields whose content has a type of Kubernetes, or any type."""
 
 
 def field_problems(spec: Mapping[str, Any]) -> list[str]:

@@ -18,7 +18,7 @@ class PickleBomb:
         return Path.touch, (self.path,)
 
     def was_loaded(self) -> bool:
-        """Return True if a process has loaded the pickle; prove first that loading it works."""
+        """Return True if a process has loaded the pickle; if not, check that loading it works."""
         if self.path.exists():
             return True
         pickle.loads(self.data)

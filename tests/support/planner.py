@@ -83,8 +83,8 @@ def generate(
 ) -> tuple[list[list[int]], list[torch.Tensor]]:
     """Return greedy answers of `max_new` tokens, and their logits [max_new, vocab_size].
 
-    Before the first step, the cache is filled with NaN, as if an earlier sequence with NaN had used
-    its blocks.
+    Before the first step, the cache is filled with NaN, as if its blocks had held a sequence with
+    NaN.
     """
     planner = Planner(prompts, max_new)
     cache = make_cache(decoder, planner.num_blocks, form)

@@ -7,7 +7,7 @@ from tests.support.served_router import Served
 
 
 def spy_priorities(served: Served, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list to which the priority of each request of the dispatcher is added."""
+    """Return a list that collects the priority of each request that the dispatcher gets."""
     frontend, priorities = served.router.frontend, list[int]()
     post = frontend.post
 

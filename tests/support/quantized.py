@@ -1,6 +1,6 @@
 """Quantized checkpoints of a small model, made without the code under test.
 
-Each form quantizes float weights by the plainest rule and packs the codes with loops over words.
+Each form quantizes float weights by plain rounding and packs the codes with loops over words.
 Weights are dequantized from the codes before packing, in float64.
 """
 
@@ -311,7 +311,7 @@ def make_quantized(folder: Path, form: Form, config: Any = None) -> Any:
             continue
         stored, dequantized[name] = form.quantize(value)
         tensors |= {f"{module}.{suffix}": each.contiguous() for suffix, each in stored.items()}
-    # `save_pretrained` may have split stacked experts; load them back in the same way.
+    # Load the model from the saved names: `save_pretrained` may have split stacked experts.
     save_file(load_file(folder / "model.safetensors") | dequantized, folder / "model.safetensors")
     reference = transformers.AutoModelForCausalLM.from_pretrained(folder, **kinds).eval()
     save_file(tensors, folder / "model.safetensors")

@@ -1,6 +1,6 @@
 """Quantized forms with 4-bit codes that are not integers, and LLM.int8; see `quantized`.
 
-Values of the codes, scales and packed bytes are written from the definitions of the formats.
+Values of the codes, scales and packed bytes follow the definitions of the formats.
 """
 
 import json

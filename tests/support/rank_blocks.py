@@ -105,7 +105,7 @@ class Sides:
         await self.source.send(self.peer, outgoing, lambda: self.read.append(epoch))
 
     async def verdict(self, num: int = 1) -> TransferResult:
-        """Wait until `num` results were reported; return the last of these."""
+        """Wait until `num` results were reported; return result number `num`."""
         await eventually(lambda: len(self.verdicts) >= num)
         return self.verdicts[num - 1]
 

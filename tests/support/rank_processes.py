@@ -139,7 +139,7 @@ def _lead(
         finally:
             engine.stop()
     finally:
-        # Close the rendezvous last, because this cancels calls of ranks that have not returned.
+        # Close the rendezvous last, because this cancels the pending calls of other ranks.
         rendezvous.close()
     return found
 

@@ -199,7 +199,7 @@ def agree(found: Answers, expected: Answers) -> None:
 
 def in_threads(num_ranks: int, work: Callable[[int, LocalStore], T]) -> list[T]:
     """Run `work(rank, store)` for every rank, each in a thread of this process."""
-    # Import it here, because rendezvous imports grpc, which GPU machines may lack.
+    # Import `LocalStore` here: its module imports grpc, which GPU machines may lack.
     from penstock.workers.parallel.rendezvous import LocalStore
 
     store = LocalStore()
@@ -216,7 +216,7 @@ def in_threads(num_ranks: int, work: Callable[[int, LocalStore], T]) -> list[T]:
 
 
 def lead(config: WorkerConfig, store: LocalStore, use: Callable[[Engine], T]) -> T:
-    """Run `use` on the engine of rank 0, then stop it."""
+    """Run `use` on the engine of rank 0, then stop the engine."""
     engine = Engine(config, store=store)
     try:
         return use(engine)

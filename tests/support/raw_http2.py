@@ -98,7 +98,7 @@ class RawHttp2:
         return found()[0]
 
     async def status(self, stream: int) -> int:
-        """Wait for the status of the first call of the connection."""
+        """Wait for the status of the call `stream`, which must be the connection's first call."""
         trailer = await self.frame(HEADERS, stream, END_STREAM)
         found = re.search(rb"grpc-status.(\d+)", trailer.payload)
         assert found, trailer

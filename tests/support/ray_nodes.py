@@ -37,7 +37,7 @@ def ray_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         folder = Path(name)
         for below in ("t", "ray"):
             (folder / below).mkdir()
-        # The folder in which Ray stores the address of its last cluster.
+        # Ray stores the address of its last cluster in this folder.
         monkeypatch.setenv("RAY_TMPDIR", name)
         yield folder
 

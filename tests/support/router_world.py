@@ -55,7 +55,7 @@ def info_of(worker: str, role: str, incarnation: str = "1", **changes: object) -
 
 @dataclass
 class Client:
-    """One client: the tokens that it has received, and where its stop strings cut its answers."""
+    """A client with its received tokens, and the lengths at which stop strings cut its answers."""
 
     request: Request
     cuts: dict[int, int]  # by choice: length at which a stop string cuts the answer
@@ -160,7 +160,7 @@ class World:
                 self.clients[command.request].deliver_cached(command.num_cached)
 
     def _valid_tokens(self, event: Event) -> set[tuple[int, int, int]] | None:
-        """Return (request, choice, position) of the valid tokens in a Stepped event, or None."""
+        """Return (request, choice, position) of a Stepped event's valid tokens; otherwise, None."""
         match event:
             case Yielded():
                 self.superseded.add((event.request, event.attempt))

@@ -29,7 +29,7 @@ class Schedule:
     """Arrival times of requests, and limits on each step."""
 
     max_batched_tokens: int = 64
-    num_blocks: int | None = None  # None: as many blocks as all requests need
+    num_blocks: int | None = None  # None: the engine's number of blocks
     # Step at which each request arrives. If empty, all requests arrive at step 0.
     arrivals: tuple[int, ...] = ()
     # Requests that are dropped and resumed, with the number of steps before the drop.

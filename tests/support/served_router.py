@@ -15,7 +15,7 @@ from tests.support.stub_worker import StubWorker
 from tests.support.tokenizers import byte_level, write_folder
 
 FORK_SERVER = ForkServer()
-"""The fork server of all tests of a process, because it takes 0.3 s to start."""
+"""The fork server, which all tests of a process share, because it takes 0.3 s to start."""
 
 ADMIN_PATHS = ("/metrics", "/status", "/steps", "/role")
 
@@ -58,7 +58,7 @@ class Served:
 
 
 class ByPath(httpx.AsyncHTTPTransport):
-    """Sends requests for operators' paths to the operators' port, all others to the given port."""
+    """Sends requests for operators' paths to the operators' port, others to the port of the URL."""
 
     def __init__(self, served: Served) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ def client_of(served: Served, key: str = "") -> httpx.AsyncClient:
 
 @contextlib.asynccontextmanager
 async def serving(config: RouterConfig, *workers: StubWorker) -> AsyncIterator[Served]:
-    """Run a router on free ports; it is ready once it has a stream to each given worker."""
+    """Run a router on free ports; yield once it has a stream to each of `workers`."""
     async with contextlib.AsyncExitStack() as stack:
         for worker in workers:
             await stack.enter_async_context(worker)

@@ -1,4 +1,4 @@
-"""An output of a request that counts its tokens and discards them."""
+"""A request output that discards its tokens; `OpenRequests` counts them in `choices`."""
 
 from typing import cast
 

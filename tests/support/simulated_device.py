@@ -79,7 +79,7 @@ def _check_prepared(planner: TiledPlanner, starts: torch.Tensor, contexts: torch
 
 
 def simulate_device(monkeypatch: pytest.MonkeyPatch) -> list[Replays]:
-    """Run engines and followers as on a GPU; return a list of the `Replays` of each runner."""
+    """Run engines and followers as on a GPU; return a list that collects the `Replays`."""
     made: list[Replays] = []
 
     def captures(device: torch.device) -> Replays:

@@ -26,7 +26,7 @@ def specialization(launch: Launch) -> tuple[Any, ...]:
 
 
 def _kind(parameter: Any, value: object) -> object:
-    """Return the properties of an argument for which Triton specializes a kernel.
+    """Return those properties of an argument by which Triton specializes a kernel.
 
     For a tensor: its dtype, and whether it is aligned to 16 bytes. For an integer: its width,
     whether it is 1, and whether it is a multiple of 16.

@@ -27,7 +27,7 @@ def make_compatible(folder: Path, config: Any) -> Any:
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            # Without this, norms would be 1 and biases 0.
+            # Change norms and biases too, which are 1 and 0 in a new model.
             if "norm" in name or name.endswith("bias"):
                 weight.add_(0.2 * torch.randn_like(weight))
             else:

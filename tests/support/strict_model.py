@@ -35,9 +35,9 @@ class Model:
     Args:
         folder: an empty folder for the files of the tokenizer.
         name: name of the format.
-        is_special: whether its markers are special tokens.
+        is_special: whether the format's markers are special tokens.
         reasoning: name of the parser of reasoning.
-        is_added: whether its markers are added tokens that are not special.
+        is_added: whether the format's markers are added tokens that are not special.
     """
 
     def __init__(

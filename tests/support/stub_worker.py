@@ -34,7 +34,7 @@ def counting(prompt: Sequence[int], vocab_size: int = 1024) -> list[int]:
 
 @dataclass
 class Run:
-    """One submission that the stub holds."""
+    """One choice of a submission that the stub holds."""
 
     submit: pb.Submit
     answer: Sequence[int]
@@ -46,7 +46,7 @@ class Run:
     has_ended: bool = False
 
     def open(self) -> list["Run"]:
-        """Return the choices that have not ended."""
+        """Return the runs of all choices that have not ended."""
         return [run for run in (self, *self.others) if not run.has_ended]
 
     def next_token(self, end_token: int) -> tuple[int, pb.Finish]:

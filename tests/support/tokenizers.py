@@ -56,7 +56,7 @@ def _pieces() -> dict[str, int]:
 
 
 def byte_fallback() -> Tokenizer:
-    """Return a tokenizer like Llama 2's: spaces become a visible sign, unknown characters bytes."""
+    """Return a tokenizer like Llama 2's: spaces become "▁", and unknown characters become bytes."""
     vocab = _pieces()
     tokenizer = Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)

@@ -1,4 +1,4 @@
-"""The courses of `make train-demo`: their limits, and the course about tools alone."""
+"""The training courses of `make train-demo`: their limits, and a run of only the tools course."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_every_course_has_other_random_examples() -> None:
 
 @pytest.fixture
 def maker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Maker:
-    """Return the maker of a tiny model that has had the other courses; its scores are fake."""
+    """Return the maker of a tiny model as after the other courses, with fake scores."""
 
     def measure(answer: object, count: int, **rest: Any) -> list[Score]:
         return [*SCORES, *([Score("lookup", 9, 10)] if "lookup" in rest["families"] else [])]

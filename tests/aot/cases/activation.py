@@ -1,4 +1,4 @@
-"""Cases of `kernels/activation`."""
+"""AOT cases of `kernels/activation`."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Cases of `kernels/attention`."""
+"""AOT cases of `kernels/attention`."""
 
 from collections.abc import Iterator
 
@@ -49,8 +49,7 @@ def _case(
     def call() -> None:
         slot = format_of(cached).slot_elements(head_dim)
         layer = meta(2, 1024, num_heads, 16, slot, dtype=cached)
-        # Some sequences of this batch are split: long decodes, and a chunk if `max_query` is above
-        # 1.
+        # Some sequences of this batch are split: long decodes and, if `max_query` > 1, a chunk.
         lengths = np.array([*7 * [1], max_query])
         starts, contexts = np.cumsum([0, *lengths]), np.full(8, 4100)
         tables = np.zeros((8, 257), np.int32)
@@ -59,10 +58,10 @@ def _case(
         query = fused[:, : group * num_heads]
         paged_attention(query, layer, plan, scores)
 
-    # In a cache of codes, `attend_kernel` also reads block numbers and scales with small loads.
-    # It then loads less than half of its bytes 16 at a time, but `streams` requires half.
+    # With a quantized cache, `attend_kernel` also reads block numbers and scales with small loads.
+    # Less than half of its bytes are then read by 16-byte loads, but `streams` requires half.
     streams = [] if cached.itemsize == 1 else ["attend_kernel"]
-    # With `one_path`, the merge reads single partitions, mostly with scalar loads.
+    # With `one_path`, `merge_kernel` reads single partitions, mostly with scalar loads.
     if not one_path:
         streams.append("merge_kernel")
     return AotCase(

@@ -1,4 +1,4 @@
-"""Cases of `kernels/kv_cache`."""
+"""AOT cases of `kernels/kv_cache`."""
 
 from collections.abc import Iterator
 from functools import partial

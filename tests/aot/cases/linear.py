@@ -1,4 +1,4 @@
-"""Cases of `kernels/linear`."""
+"""AOT cases of `kernels/linear`."""
 
 from collections.abc import Iterator
 from functools import partial

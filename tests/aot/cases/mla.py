@@ -1,4 +1,4 @@
-"""Cases of `kernels/mla`."""
+"""AOT cases of `kernels/mla`."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Cases of `kernels/moe`."""
+"""AOT cases of `kernels/moe`."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Cases of `kernels/norm`."""
+"""AOT cases of `kernels/norm`."""
 
 from collections.abc import Iterator
 

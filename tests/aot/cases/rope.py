@@ -1,4 +1,4 @@
-"""Cases of `kernels/rope`."""
+"""AOT cases of `kernels/rope`."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Cases of `kernels/sampling`."""
+"""AOT cases of `kernels/sampling`."""
 
 from collections.abc import Iterator
 

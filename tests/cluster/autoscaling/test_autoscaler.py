@@ -20,7 +20,7 @@ from penstock.common.worker_load import WorkerLoad
 
 RATE = 1000.0  # prompt tokens per second of one worker
 LIMITS = PoolLimits(least=0, most=64)
-# Blocks of one worker; every fraction of it in these tests is a whole number of blocks.
+# Number of blocks of a worker. All fractions of it that these tests use are whole numbers.
 NUM_BLOCKS = 600_000
 
 
@@ -151,7 +151,7 @@ def test_share_of_the_initial_size_is_kept_and_fades() -> None:
             sizes.append((now, decision.desired))
         count = decision.desired
     # The pool at first keeps 65% of its nine initial workers, that is, five workers.
-    # This share falls to 0 in two hours: after a seventh of this time, four workers are kept.
+    # The share falls to 0 in two hours. After about a seventh of that time, it is four workers.
     assert sizes[:4] == [(10, 8), (15, 7), (20, 6), (25, 5)]
     assert sizes[4][1] == 4
     assert 1046 < sizes[4][0] < 1066
@@ -405,7 +405,7 @@ def sizes_of(
 def test_additional_arrivals_never_lower_the_desired_size(
     arrived: list[tuple[float, int]], data: st.DataObject, more: int, cold_start: float
 ) -> None:
-    """If the policy has no headroom, additional arrivals never lower any later value."""
+    """Without headroom, additional arrivals never lower a later occupancy term or desired size."""
     at = data.draw(st.integers(0, len(arrived) - 1))
     additional = list(arrived)
     additional[at] = arrived[at][0], arrived[at][1] + more
@@ -481,7 +481,7 @@ def test_periodic_bursts_within_the_memory_do_not_change_the_size(
         {"prefill": LIMITS}, policy=ScalingPolicy(down=20 * every, down_step=0, up=0, headroom=0)
     )
     count, total, sizes = 1, 0, []
-    # The first arrivals have no rate over a whole window. Run until these are forgotten.
+    # The first rates cover less than a whole window. Run until the scaler has forgotten them.
     for step in range(120 + 16 * len(period)):
         now = float(step * every)
         total += period[step % len(period)]

@@ -109,7 +109,7 @@ def test_pool_inputs_combine_router_state_and_worker_phases() -> None:
 
 def test_arrivals_are_uncached_tokens_and_count_for_one_pool() -> None:
     inputs = AutoscalerInputs()
-    # `NUMBERS` says that a quarter of the prompt tokens is cached.
+    # In `NUMBERS`, a quarter of the prompt tokens is cached.
     workers: dict[str, WorkerStats | None] = {"prefill-0": NUMBERS}
     inputs.pools(cluster_state(workers, prompt_tokens=1000), PHASES, 0.0)
     pools = inputs.pools(cluster_state(workers, prompt_tokens=1400), PHASES, 1.0)

@@ -36,7 +36,7 @@ def test_burst_may_be_computed_during_its_interval_and_the_allowed_wait() -> Non
 
 
 def test_late_work_is_dropped_and_does_not_delay_later_work() -> None:
-    """A burst makes work late. If this work were kept, it would delay a pool of two afterwards."""
+    """Late work of a burst is dropped; otherwise, it would delay the later work of two workers."""
     burst = [(5.0, 100.0), (5.0, 5.0), (5.0, 5.0)]
     lost = 100.0 - 2 * 5.0 - 2 * 4.0
     share = lost / (110.0 * 3600 / 15)
@@ -45,7 +45,7 @@ def test_late_work_is_dropped_and_does_not_delay_later_work() -> None:
 
 
 def test_load_longer_than_a_cold_start_needs_no_workers_in_advance() -> None:
-    """A pool that grows in 30 s is late only at the start of a load of ten minutes."""
+    """With a cold start of 30 s, only the start of a load of ten minutes is late."""
     even = [(5.0, 2.5)] * 240
     lasting = [*even, *[(5.0, 20.0)] * 120, *even]
     assert after(lasting).smallest_size(0.05) == 4

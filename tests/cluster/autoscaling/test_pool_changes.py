@@ -1,4 +1,4 @@
-"""`plan_changes` selects placements of a pool to fill or drain: examples and a state machine."""
+"""`plan_changes` selects the placements that a pool fills or drains: examples, a state machine."""
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule

@@ -274,7 +274,7 @@ def test_locality_loses_no_placement_and_its_nodes_have_enough_resources(
         assert near.cpus >= (min(far.cpus, 2.0) if far.gpus else far.cpus - ROUTER_CPUS) - 0.011
         pool = getattr(cluster.pools, near.role)
         assert near.labels == far.labels == pool.selector
-    # All workers share some of the zones, which together have room for all initial workers.
+    # All workers may use the same zones. Together, these zones have room for all initial workers.
     sets = {str(each.near) for each in placements if each.near}
     assert len(sets) <= 1
     if sets:

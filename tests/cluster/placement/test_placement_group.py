@@ -1,7 +1,7 @@
 """Reservation of a worker's placement group.
 
-The reservation waits for resources, falls back from near nodes to any node, and waits again after a
-node was lost.
+The reservation waits for resources, falls back from nodes near each other to any nodes, and waits
+again after a node was lost.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ ANYWHERE: dict[str, str] = {}
 
 
 class FakeRay:
-    """A fake Ray, which places a group at check number `looks` unless `full` has its selector."""
+    """A fake Ray that places a group at check number `looks` if `full` lacks its selector."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, looks: int = 1) -> None:
         self.looks = looks

@@ -15,7 +15,7 @@ from penstock.router.observability.role_registry import Assignment, RoleRegistry
 
 
 class FakeActorHandle:
-    """A fake router process; a call before it serves fails."""
+    """A fake router process, whose calls fail until `up` is set."""
 
     def __init__(self) -> None:
         self.up = False

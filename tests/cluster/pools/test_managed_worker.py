@@ -17,7 +17,7 @@ from penstock.workers.config import WorkerConfig
 
 
 class FakeReservation:
-    """A fake reservation of resources, which can be lost."""
+    """A fake reservation, which is lost if `exists` is False."""
 
     def __init__(self) -> None:
         self.exists = True

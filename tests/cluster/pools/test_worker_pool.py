@@ -16,7 +16,7 @@ PLACEMENTS = [WorkerPlacement("decode", at, ({"CPU": 1.0},), 1, 0, 1.0) for at i
 
 
 class ScriptedWorker:
-    """A fake worker and its process, whose progress is controlled by events; records its calls."""
+    """A fake worker and its process: events control its progress, and it records its calls."""
 
     def __init__(self, placement: WorkerPlacement) -> None:
         self.title, self.name = placement.title, placement.name

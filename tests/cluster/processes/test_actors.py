@@ -109,7 +109,7 @@ async def test_router_that_cannot_start_gives_a_one_line_reason(
     quiet_root: object, monkeypatch: pytest.MonkeyPatch, tmp_path: object
 ) -> None:
     monkeypatch.setattr("penstock.cluster.processes.actors.setproctitle", lambda title: None)
-    monkeypatch.setenv("GRPC_EXPERIMENTS", "")  # records the former value, which is restored
+    monkeypatch.setenv("GRPC_EXPERIMENTS", "")  # makes pytest restore the former value
     monkeypatch.delenv("GRPC_EXPERIMENTS")
     actor = RouterActor("router 0")
     config = RouterConfig(model=tmp_path, served_name="none")  # type: ignore[arg-type]

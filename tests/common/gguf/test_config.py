@@ -57,8 +57,8 @@ def pair(
 def comparable(spec: ModelSpec) -> ModelSpec:
     """Return a spec without the values that a GGUF file expresses in another way.
 
-    In place of Llama 3's scaling, a GGUF file has a list of divisors (tested below). It has the
-    number of rotated features instead of their fraction, and control tokens that end answers.
+    In place of Llama 3's scaling, a GGUF file has a list of divisors (tested below). In place of
+    the fraction of rotated features, it has their number. Control tokens determine the end tokens.
     """
     num_rotated = int(spec.head_dim * spec.rope.rotated_fraction)
     rope = replace(spec.rope, rotated_fraction=float(num_rotated))
@@ -77,8 +77,8 @@ def test_llama3_scaling_is_read_as_divisors(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "m", "llama3")
     rope = read_spec(write_gguf(folder, tmp_path / "m.gguf")).rope
     assert (rope.kind, rope.scale) == ("longrope", 1.0)
-    # The first pair turns 64 / (2 pi) = 10.2 times in 64 positions, so it is not scaled.
-    # With head_dim 20, the last pairs turn 8 times slower than without scaling.
+    # RoPE rotates the first pair 64 / (2 pi) = 10.2 times in 64 positions: this pair is not scaled.
+    # With head_dim 20, the last pairs rotate 8 times slower than without scaling.
     assert rope.divisors == rope.short_divisors
     assert rope.divisors[:2] == (1.0, 1.0)
     assert rope.divisors[4:] == (8.0,) * 6
@@ -88,7 +88,7 @@ def test_llama3_scaling_is_read_as_divisors(tmp_path: Path) -> None:
 def test_control_tokens_that_end_a_turn_end_the_answer(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "m", "qwen2")
     config = config_of(write_gguf(folder, tmp_path / "m.gguf"))
-    # Token 1, </s>, is found by the key of the file, and token 3, <|im_end|>, by its text.
+    # Token 1, </s>, is named by a key of the file. Token 3, <|im_end|>, is recognized by its text.
     assert config["eos_token_id"] == [1, 3]
 
 

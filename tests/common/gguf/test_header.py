@@ -1,4 +1,4 @@
-"""The header of GGUF files: files of the writer of `gguf`, and files with false sizes."""
+"""The header of GGUF files that the `gguf` package wrote, and of files with false sizes."""
 
 import struct
 import tracemalloc

@@ -236,7 +236,7 @@ def test_sentence_piece_ids_are_those_of_its_algorithm(
     text: str, piece_tokenizer: ModelTokenizer
 ) -> None:
     found = piece_tokenizer.encode(text)
-    # The tokenizer adds BOS (1), unless the file says that it does not.
+    # By default, the tokenizer of a GGUF file adds BOS (1).
     assert found == [1, *sentence_piece(text)]
     assert piece_tokenizer.token_bytes.decode(found) == text
 

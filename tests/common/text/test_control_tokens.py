@@ -1,4 +1,4 @@
-"""Text of chat messages never becomes a control token, and other text is encoded as before."""
+"""Text of chat messages never becomes a control token; all other encoding is unchanged."""
 
 import json
 from collections.abc import Callable
@@ -67,7 +67,7 @@ def test_messages_without_control_tokens_are_encoded_in_one_piece(
         for name in SPECIAL:
             message["content"] = message["content"].replace(name, "")
     if any(name in message["content"] for message in messages for name in SPECIAL):
-        return  # after the removal, the text around a control token forms another one
+        return  # the removal has joined text that forms another control token
     ((text, _),) = renderer_of(tokenizer).render(messages)
     expected = tokenizer.tokenizer.encode(text, add_special_tokens=False).ids
     assert encode_chat(tokenizer, messages) == expected

@@ -35,7 +35,7 @@ def answers(draw: st.DrawFn) -> tuple[str, list[int]]:
 def feed_in_deliveries(
     name: str, options: StopOptions, tokens: list[int], sizes: list[int], stopped: bool
 ) -> tuple[str, int, str | None]:
-    """Feed an answer in deliveries of `sizes` tokens; return its text, token count and stop."""
+    """Feed an answer in deliveries of `sizes` tokens; return text, token count and stop string."""
     answer = IncrementalDetokenizer(PIECES[name], options)
     text, num_tokens, remaining = "", 0, tokens
     for size in [*sizes, len(tokens)]:

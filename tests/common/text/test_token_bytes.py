@@ -28,7 +28,7 @@ def test_decoded_text_equals_that_of_the_tokenizer(
     expected = TOKENIZERS[name].decode(tokens, skip_special_tokens=not keep_special)
     text = PIECES[name].decode(tokens, not keep_special)
     if name == "byte-fallback" and "\ufffd" in expected:
-        # The library replaces every byte of an invalid run, even bytes of valid UTF-8.
+        # If byte tokens form invalid UTF-8, the library replaces all their bytes, even valid ones.
         assert 0 < text.count("\ufffd") <= expected.count("\ufffd")
         return
     assert text == expected

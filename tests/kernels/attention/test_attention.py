@@ -24,7 +24,7 @@ from tests.support.batches import Batch, make_batch, poison
 def forced_form(
     reads_in_place: bool, max_in_place: int = torch_gather.MAX_PADDING
 ) -> Iterator[None]:
-    """Let plans read chunks of up to `max_in_place` positions in place, or gather all KV."""
+    """Make plans read chunks of up to `max_in_place` positions in place, or gather all KV."""
     with (
         mock.patch.object(attention, "supports_cpu_paged", return_value=reads_in_place),
         mock.patch.object(torch_gather, "MAX_PADDING", max_in_place),
@@ -218,7 +218,7 @@ NARROW_LENGTHS = [(1, 1), (9, 90), (33, 33), (1, 16), (8, 64), (1, 50)]
 def test_a_bfloat16_cache_is_computed_in_float32(
     num_heads: int, group: int, head_dim: int, block_size: int, window: int
 ) -> None:
-    """With `one_path`, results are bitwise equal to those of a float32 cache of rounded values."""
+    """With `one_path`, results are bitwise equal to those of a float32 cache of equal values."""
     batch, num_blocks = make_batch(NARROW_LENGTHS, block_size, 0)
     layer = torch.randn(2, num_blocks, num_heads, block_size, head_dim)
     poison(layer, batch)

@@ -1,4 +1,4 @@
-"""Attention backends of other libraries, with stand-ins for the libraries that compute with torch.
+"""Attention backends of other libraries, tested with stand-ins that compute with torch.
 
 The libraries themselves have not run: see docs/gpu.md.
 """

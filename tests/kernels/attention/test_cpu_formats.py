@@ -72,7 +72,7 @@ def test_bits_are_those_of_a_float32_cache_of_the_dequantized_features(name: str
 
 
 def test_all_fp8_codes_and_float16_scales_are_converted_exactly() -> None:
-    """There is a single position, so the softmax weight is 1 and the output is the value itself."""
+    """Each context has one position, so its softmax weight is 1 and the output is its value."""
     form = FORMATS["fp8"]
     numbers = torch.arange(256)
     numbers = numbers[numbers % 128 != 127].to(torch.uint8)  # leave out the two codes that are NaN

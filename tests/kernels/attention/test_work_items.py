@@ -159,7 +159,7 @@ def test_positions_of_a_shared_prefix_are_left_out(
 def test_one_path_partitions_depend_on_the_sequence_only(
     lengths: list[tuple[int, int]], window: int, shape: WorkShape, num_programs: int
 ) -> None:
-    """Every item outside the ordered list computes one partition, also on another device."""
+    """Each item of `few` computes one partition, which is the same on another device."""
     work = make(lengths, window, True, shape)
     for number, own in enumerate(lengths):
         other = shape._replace(few_programs=num_programs, chunk_programs=num_programs)

@@ -1,4 +1,4 @@
-"""Fixtures: these tests need Triton's interpreter or a GPU, and are skipped otherwise."""
+"""Fixtures of tests that need Triton's interpreter or a GPU, and are skipped otherwise."""
 
 from collections.abc import Iterator
 
@@ -18,7 +18,7 @@ def interpreter() -> None:
 
 @pytest.fixture(autouse=True)
 def _default_device(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Make the GPU, if used, the default device of tests that do not use the fixture `device`."""
+    """On a GPU, make it the default device of tests that do not use the fixture `device`."""
     if not ON_GPU or "device" in request.fixturenames:
         yield
         return

@@ -179,7 +179,7 @@ def shared_positions(plan: AttentionPlan) -> int:
 def captured(
     batch: Batch, layer: Tensor, planner: TiledPlanner, max_context: int, window: int
 ) -> AttentionPlan:
-    """Plan a decode step as in a CUDA graph's capture, with too wide block tables."""
+    """Plan a decode step for capture: its block tables are as wide as `max_context` requires."""
     starts, contexts, tables = (torch.from_numpy(array).to(DEVICE) for array in batch)
     num_columns = -(-max_context // layer.shape[3])
     tables = torch.nn.functional.pad(tables, (0, num_columns - tables.shape[1]), value=-1)
@@ -262,7 +262,7 @@ def test_one_path_bits_do_not_depend_on_the_split_of_chunks(scores: ScoreMod, wi
 
 
 def test_partial_sums_of_chunks_are_bounded() -> None:
-    """If partial sums get less memory, chunks are cut less often; with `one_path`, not at all."""
+    """With less memory for partial sums, chunks are split less often; with `one_path`, never."""
     query, layer, batch = make_case(SHORT_CHUNKS, (1, 3, 16), 16)
     row_bytes = 3 * 16 * 4
     exact = exactly(query, layer, batch, 0, PLAIN)

@@ -1,7 +1,7 @@
 """Mutation tests: comparisons with the reference detect off-by-one errors in kernels and plans.
 
-The tests cover split KV, the batch-invariant path (`one_path`), cascade attention and caches of
-codes with scales.
+The tests cover split KV, the batch-invariant path (`one_path`), cascade attention and quantized
+caches.
 """
 
 from collections.abc import Callable

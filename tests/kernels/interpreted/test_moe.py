@@ -154,7 +154,7 @@ def test_invalid_arguments_are_refused(device: torch.device) -> None:
 def test_choices_of_experts_elsewhere_add_nothing(
     device: torch.device, gate: GatedActivation, fixed_tiles: bool
 ) -> None:
-    """The results of two ranks, with two and three experts, add up to that of one rank."""
+    """Two ranks hold two and three experts; their results add up to the result of one rank."""
     torch.manual_seed(4)
     x = torch.randn(20, 24, device=device)
     experts, weights = route(torch.randn(20, 5, device=device), Routing(2))

@@ -40,7 +40,7 @@ def test_rms_norm_matches_the_reference(num_rows: int, dim: int, dtype: torch.dt
 @given(st.integers(1, 9), st.sampled_from([1, 24, 100, 128]), st.sampled_from(DTYPES))
 def test_layer_norm_matches_the_reference(num_rows: int, dim: int, dtype: torch.dtype) -> None:
     x, weight, bias = (torch.randn(*n, dim).to(dtype) for n in ((num_rows,), (), ()))
-    x = x * 3 + 7  # normal values with mean 7 and standard deviation 3
+    x = x * 3 + 7  # normally distributed, with mean 7 and standard deviation 3
     expected = layer_norm_reference(x.double(), weight, bias, 1e-5)
     close(layer_norm(x, weight, bias, 1e-5), expected, 3.0)
 
@@ -66,7 +66,7 @@ def test_fused_add_rounds_the_sum_before_the_norm(dtype: torch.dtype) -> None:
 
 def test_gemma_rms_norm_adds_one_in_float32() -> None:
     x = torch.randn(4, 64).half()
-    weight = torch.full((64,), 2.0**-13).half()  # too small: 1 + weight is 1 in float16
+    weight = torch.full((64,), 2.0**-13).half()  # so small that 1 + weight rounds to 1 in float16
     expected = rms_norm_reference(x.double(), 1 + weight.double(), 1e-5)
     found = gemma_rms_norm(x, weight, 1e-5)
     close(found, expected)

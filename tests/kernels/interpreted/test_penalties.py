@@ -101,7 +101,7 @@ def test_logit_bias_of_a_row_does_not_depend_on_the_batch(device: torch.device) 
 
 
 def test_tokens_beyond_the_history_are_not_read(device: torch.device) -> None:
-    """A history may be longer than `tokens` is wide, and may contain invalid token ids."""
+    """The end of a history may exceed the width of `tokens`; token ids may be invalid."""
     memory = torch.full((2, 64), 3, device=device)
     tokens = memory[:1, :20]
     tokens[:] = torch.tensor([5, 50, -1, 5], device=device).repeat(5)

@@ -57,7 +57,7 @@ CORRUPTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 ALL = set(CORRUPTIONS)
 ROWS, RANK, DTYPE = {"rows"}, {"rank"}, {"dtype"}
 REFERENCE = {"rows", "device"}
-"""Exemptions of the first tensor: others are compared with it, so the error names them instead."""
+"""Exemptions of the first tensor: others are compared with it, so errors name the others."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Launcher:
     Attributes:
         call: calls the launcher with tensors by name.
         tensors: makes valid tensors.
-        exempt: corruptions, by tensor, that are valid or for which the error names another tensor.
+        exempt: by tensor, corruptions that are valid, or whose error names another tensor.
     """
 
     call: Callable[..., object]

@@ -121,7 +121,7 @@ def test_filters_match_the_reference(
         top_k_top_p_min_p_reference(logits / params.temperature.cpu()[:, None], filters)
         > -torch.inf
     )
-    # Rounding may change the choice of one token, or of two tokens with equal logits.
+    # Rounding may decide whether one token, or two tokens with equal logits, pass the filters.
     assert int((found != expected).sum(-1).max()) <= 2
     assert found.gather(1, logits.argmax(-1, keepdim=True)).all()
 

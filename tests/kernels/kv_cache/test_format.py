@@ -20,15 +20,15 @@ SCALED = [form for form in FORMATS.values() if form.has_scales]
 def max_error(x: Tensor, scale: Tensor, form: KvCacheFormat) -> Tensor:
     """Return the largest possible rounding error of each feature, in float64.
 
-    The bound has two parts: half a unit of a code, and the errors of two float32 products. The
-    product of x and the rounded inverse of the scale may move a value by 2^-22 of it, across the
-    middle between two codes.
+    The bound has two parts: half the distance between two codes, and the errors of two float32
+    products. The product of x and the rounded inverse of the scale has a relative error of up to
+    2^-22, which may move x across the middle between two codes.
     """
     step = scale.double()[..., None]
     if form.name == "int8":
         return step * 0.5 + x.double().abs() * 2.0**-22
     # FP8 codes have three mantissa bits, so rounding changes a normal value by at most 2^-4 of it.
-    # Subnormal codes are 2^-9 apart, so rounding changes them by at most 2^-10.
+    # Subnormal codes are 2^-9 apart, so rounding changes a value by at most 2^-10.
     return torch.maximum(x.double().abs() * (2.0**-4 + 2.0**-22), step * 2.0**-10)
 
 

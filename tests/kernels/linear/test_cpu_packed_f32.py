@@ -109,7 +109,7 @@ def test_rows_with_nan_or_inf_do_not_affect_other_rows() -> None:
 
 
 def test_inputs_of_all_magnitudes_keep_float32_precision(isa: str) -> None:
-    """The error of a product is below 2^-22 of the sum of the absolute values of its terms."""
+    """The error of a result is below 2^-22 times the sum of the absolute values of its terms."""
     generator = torch.Generator().manual_seed(1)
     scales = torch.logspace(-30, 30, 200, base=2.0)[None]
     weight = torch.randn(64, 200, generator=generator) / scales

@@ -56,7 +56,7 @@ def test_constants_match_the_loops() -> None:
 
 
 def exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return the reference for the quantized `x`, whose ties were rounded up or down."""
+    """Return the reference for `x` as `quantize_per_token` rounds it: ties may go up or down."""
     rows, factors = quantize_per_token(x)
     y = int8_linear_reference(127 * torch.eye(weight.shape[1]), weight, None, 127)
     y = (rows.double() - ZERO_POINT) @ y * (factors.double() / 127)

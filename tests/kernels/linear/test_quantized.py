@@ -59,14 +59,14 @@ def matrix(kind: Kind, outputs: int, inputs: int, size: int, act_order: bool) ->
 
 
 def e4m3(code: int) -> float:
-    """Return the value of an FP8 number from its definition."""
+    """Return the value of an FP8 (E4M3) code, from the definition of the format."""
     exponent, mantissa = code >> 3 & 15, code & 7
     size = mantissa * 2.0**-9 if exponent == 0 else (8 + mantissa) * 2.0 ** (exponent - 10)
     return -size if code & 128 else size
 
 
 def e2m1(code: int) -> float:
-    """Return the value of a code of MXFP4 and NVFP4 from its definition."""
+    """Return the value of an E2M1 code (MXFP4, NVFP4), from the definition of the format."""
     exponent, mantissa = code >> 1 & 3, code & 1
     size = mantissa * 0.5 if exponent == 0 else (2 + mantissa) * 2.0 ** (exponent - 2)
     return -size if code & 8 else size
@@ -101,9 +101,9 @@ def weights(given: QuantizedMatrix) -> torch.Tensor:
 def bound(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """Bound the error of float32 sums in any order, with weights rounded to float32.
 
-    A sum of K products and a bias has K + 1 terms, and u is half a unit. The error factor of a term
-    is at most (1 + u)^(K + 3): the weight is rounded, the product is rounded, and the term takes
-    part in at most K + 1 rounded sums.
+    A sum of K products and a bias has K + 1 terms; u = 2^-24 is the unit roundoff. The error factor
+    of a term is at most (1 + u)^(K + 3): the weight is rounded, the product is rounded, and the
+    term takes part in at most K + 1 rounded sums.
     """
     u = 2.0**-24
     count = weight.shape[1] + 3

@@ -31,7 +31,7 @@ def test_moe_forward_matches_the_reference(top_k: int) -> None:
 
 @pytest.mark.parametrize("is_grouped", [False, True])
 def test_choices_of_experts_elsewhere_add_nothing(is_grouped: bool) -> None:
-    """The results of two ranks, with two and three experts, add up to that of one rank."""
+    """Two ranks hold two and three experts; their results add up to the result of one rank."""
     torch.manual_seed(1)
     x = torch.randn(11, 6)
     experts, weights = route(torch.randn(11, NUM_EXPERTS), Routing(3))

@@ -99,7 +99,7 @@ def test_typical_p_matches_the_reference(
     found = logits.clone()
     apply_typical_p_(found, torch.tensor(masses))
     expected = typical_p_reference(logits, torch.tensor(masses))
-    # Rounding may change the choice of one token, or of two tokens with equal logits.
+    # Rounding may decide whether one token, or two tokens with equal logits, pass the filter.
     assert int((found != expected).sum(-1).max()) <= 2
     kept = found > -torch.inf
     assert kept.any(-1).all()

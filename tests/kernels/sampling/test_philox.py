@@ -56,7 +56,7 @@ def test_noise_bits_of_a_row_do_not_depend_on_the_batch() -> None:
     numbers = np.random.default_rng(0)
     seeds = numbers.integers(0, 2**64, 40, dtype=np.uint64)
     indices, choices = numbers.integers(0, 1000, 40), numbers.integers(0, 4, 40)
-    # So many tokens that the noise is made in several chunks.
+    # With this many tokens, the noise is generated in several chunks.
     batched = gumbel_noise(seeds, indices, choices, 2047)
     for row in range(40):
         at = slice(row, row + 1)

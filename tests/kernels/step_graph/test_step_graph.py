@@ -1,4 +1,4 @@
-"""CPU step graphs: each operation equals the op that it replaces, for any rows and threads."""
+"""CPU step graphs: operations equal the ops that they replace, for any row and thread counts."""
 
 from collections.abc import Iterator
 from typing import Any

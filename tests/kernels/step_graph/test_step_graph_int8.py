@@ -15,7 +15,7 @@ def plain_columns(
     qvalues: Any, num_rows: int, num_inputs: int, weights: Any, correction: Any, row_scales: Any,
     scales: Any, bias: Any, y: Any, width: int, first: int, last: int,
 ) -> None:  # fmt: skip
-    """Compute what `cpu_int8_amx.compute_columns` computes, for blocks [first, last)."""
+    """Reference for `cpu_int8_amx.compute_columns`: blocks [first, last) of 64 columns."""
     for row in range(num_rows):
         for column in range(64 * first, 64 * last):
             total, block, within = correction[column], column // 64, column % 64

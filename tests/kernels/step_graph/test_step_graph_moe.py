@@ -125,7 +125,7 @@ def test_ties_go_to_the_lower_expert() -> None:
 def test_rows_of_experts_do_not_overlap_and_keep_the_order_of_choices(
     num_rows: int, num_experts: int, top_k: int, uneven: int, seed: int
 ) -> None:
-    """An expert's rows must begin after the padding that follows the previous expert's."""
+    """An expert's rows must begin after the padding that follows the previous expert's rows."""
     torch.manual_seed(seed % 2**63)
     top_k = min(top_k, num_experts)
     graph, layout, logits, _ = routing_graph(num_experts, top_k, False)
@@ -150,7 +150,7 @@ def packed(num_experts: int, num_inputs: int, num_outputs: int) -> list[PackedLi
 
 
 def check_experts(each: list[Any], top_k: int, num_rows: int) -> None:
-    """Compare expert linears with `moe_forward`. Only gates may differ: they use another `exp`."""
+    """Compare expert linears with `moe_forward`; leave out gates, which use another `exp`."""
     num_experts, builder = len(each), make_builder()
     layout, logits = builder.expert_layout(num_experts, top_k), builder.alloc(num_experts)
     x, out, weights = builder.alloc(192), builder.alloc(192), builder.alloc(top_k)

@@ -1,4 +1,4 @@
-"""Tuned tiles: launchers read them from the file of their GPU, and a bad file has a clear error."""
+"""Tuned tiles: launchers read the file for the GPU in use; a bad file gives a clear error."""
 
 import json
 import re

@@ -13,7 +13,7 @@ PROMPTS = Prompts(ordinary_tokens(1000), 0)
 
 
 class FakeClient:
-    """A client that answers at once, or once `gate` is set."""
+    """A client whose answers wait for `gate`, which is set at first."""
 
     def __init__(self, chunks: list[Chunk] | None = None) -> None:
         self.chunks = [Chunk(1), Chunk(1, 8, 2)] if chunks is None else chunks
@@ -145,7 +145,7 @@ async def test_requests_waiting_for_a_slot_use_no_tasks() -> None:
     load = Load(client, PROMPTS, plan(100_000), concurrency=2)
     running = asyncio.create_task(load.run())
     await asyncio.wait_for(client.all_started.wait(), 30)
-    assert len(asyncio.all_tasks()) <= 4  # these are this test, the load, and two running requests
+    assert len(asyncio.all_tasks()) <= 4  # this test, the load, and two running requests
     running.cancel()
     await running
     assert load.interrupted

@@ -34,7 +34,7 @@ def test_metrics_of_one_request_match_hand_computed_values() -> None:
     assert STEADY.latency == pytest.approx(1.0)
     assert STEADY.gaps == pytest.approx([0.1, 0.2, 0.2])
     assert STEADY.tpot == pytest.approx(0.5 / 3)
-    # TPOT is the time divided by the number of further tokens.
+    # TPOT: time from the first to the last token, divided by the number of tokens after the first.
     assert LUMPY.tpot == pytest.approx(1.0 / 4)
     assert LUMPY.gaps == pytest.approx([1.0])  # gaps are measured between messages
     assert (SINGLE.tpot, SINGLE.gaps) == (0.0, [])
@@ -52,7 +52,7 @@ def test_figures_of_a_load_match_hand_computed_values() -> None:
     assert made.itl.mean == pytest.approx(1000 * (0.1 + 0.2 + 0.2 + 1.0) / 4)
     assert made.itl.median == pytest.approx(200)
     assert made.e2el.mean == pytest.approx(1000 * (1.0 + 1.2 + 0.25) / 3)
-    # A request that begins at 2.0 s does not overlap one that ends then.
+    # A request that begins at 2.0 s does not overlap a request that ends at 2.0 s.
     assert made.peak_concurrent == 1
     assert made.good is None
     assert made.lag.p99 == pytest.approx(np.percentile([0, 0, 0, 250], 99))
@@ -77,7 +77,7 @@ def test_figures_without_completed_requests_are_zero() -> None:
     [
         (Goals(ttft=500), 3),
         (Goals(ttft=499), 2),
-        (Goals(tpot=200), 2),  # SINGLE has no TPOT, so it meets every goal for it
+        (Goals(tpot=200), 2),  # SINGLE has no TPOT, so it meets every TPOT goal
         (Goals(tpot=200, ttft=250), 1),
         (Goals(e2el=1000), 2),
         (Goals(ttft=0, tpot=0, e2el=0), 0),

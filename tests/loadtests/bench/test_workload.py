@@ -61,7 +61,7 @@ def test_lengths_follow_the_named_distribution() -> None:
     uniform = Lengths(100, 10_000).draw(20_000, random)
     lognormal = Lengths(100, 10_000, "lognormal").draw(20_000, random)
     assert uniform.mean() == pytest.approx(5050, rel=0.02)
-    # The geometric mean of the bounds 100 and 10,000.
+    # The median is the geometric mean of the bounds 100 and 10,000.
     assert np.median(lognormal) == pytest.approx(1000, rel=0.05)
     assert ((lognormal > 100) & (lognormal < 10_000)).mean() == pytest.approx(0.95, abs=0.01)
 
@@ -170,7 +170,7 @@ def test_prompts_share_exactly_the_prefix_of_their_block_ids(
     shared = next((n for n, (a, b) in enumerate(pairs) if a != b), None)
     same = next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
     if same is None:
-        assert shared is None  # then one prompt is a prefix of the other
+        assert shared is None  # one prompt is a prefix of the other prompt
     else:
         assert shared is not None
         # No other full block of 16 tokens is shared.

@@ -9,7 +9,7 @@ LIMITS = {"gflops": 100.0, "int8_gops": 400.0, "memory_gbs": 10.0}
 
 
 def engine_run(engine: str, number: int = 0, seconds: float = 1.0, answer: int = 7) -> EngineRun:
-    """Return a run whose phases each took `seconds`, and whose tokens each took a tenth of that."""
+    """Return a run in which each phase took `seconds`, and each streamed token a tenth of it."""
     return EngineRun(
         engine,
         number,

@@ -1,4 +1,4 @@
-"""Tests of the comparison with llama.cpp, whose place Penstock takes here."""
+"""The comparison with llama.cpp. In these tests, Penstock runs in place of llama.cpp."""
 
 import sys
 from pathlib import Path
@@ -28,7 +28,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def replace_llama_cpp(monkeypatch: pytest.MonkeyPatch, folder: Path, extra: list[int]) -> None:
-    """Let Penstock take the place of llama.cpp, with `extra` after the ids of the first text."""
+    """Run Penstock in place of llama.cpp; append `extra` to the token ids of the first text."""
     script = folder / "encode.py"
     script.write_text(ENCODER.format(extra=extra))
     monkeypatch.setattr(gguf_agreement, "_TOKENS", script)

@@ -26,7 +26,7 @@ def test_values_of_a_run_match_hand_computed_ones() -> None:
 
 
 def test_flops_match_hand_computed_values() -> None:
-    # The body computes 8 tokens, and the head 1. Each token attends to itself and earlier ones.
+    # The body computes 8 tokens, and the head 1 token. Each attends to itself and earlier tokens.
     prompt = 2 * (1000 * 8 + 500) + 64 * (1 + 2 + 3 + 4 + 5 + 6 + 7 + 8)
     assert COST.prefill(8) == prompt
     answer = 2 * 1500 * 3 + 64 * (9 + 10 + 11)
@@ -36,7 +36,7 @@ def test_flops_match_hand_computed_values() -> None:
 
 def test_limits_match_hand_computed_values() -> None:
     fp32, int8 = engine_run("penstock"), engine_run("openvino-int8")
-    # A short prompt takes the time to read all weights; at 1 GFLOP/s, arithmetic takes longer.
+    # A short prompt is limited by reading all weights or, at 1 GFLOP/s, by arithmetic.
     assert limit(fp32, WORK, COST, "ttft") == pytest.approx(1e3 * 6000 / 10e9)
     fp32.limits["gflops"] = 1.0
     assert limit(fp32, WORK, COST, "ttft") == pytest.approx(1e3 * COST.prefill(16) / 1e9)

@@ -91,7 +91,7 @@ def test_kernel_test_fails_on_fallback_to_torch(tmp_path: Path) -> None:
 
 @pytest.fixture
 def own_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a path for a file of tests. `run_pytest` then runs only this file."""
+    """Let `run_pytest` run only the file at the returned path, which the test writes."""
     monkeypatch.setattr(kernel_tests, "ROOT", tmp_path)
     monkeypatch.setattr(kernel_tests, "MARKS", "")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))

@@ -28,7 +28,7 @@ def on_trial() -> Candidate:
 
 @dataclass(frozen=True)
 class PlannedWork:
-    """A piece of work that, like an attention plan, keeps the tiles that it was made with."""
+    """A call that, like an attention plan, keeps the tiles that were current when it was made."""
 
     outputs: int
 

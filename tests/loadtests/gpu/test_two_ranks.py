@@ -111,7 +111,7 @@ def test_few_equal_first_tokens_are_a_failure() -> None:
 
 
 class StubRank:
-    """A rank 0 for which an engine of two ranks gives other tokens than an engine of one rank."""
+    """A rank 0 whose engine of two ranks gives other tokens than its engine of one rank."""
 
     loads: Mapping[str, Sequence[Request]] = {"4": [Request(4, 2)] * 4}
 

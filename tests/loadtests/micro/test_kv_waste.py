@@ -6,7 +6,7 @@ from penstock.loadtests.micro.kv_waste import Options, measure, sequences
 
 def test_one_sequence_wastes_the_unwritten_slots_of_its_last_block() -> None:
     waste = measure([TraceRow(0.0, 30, 4)], Options(num_blocks=8))
-    # After steps 1 to 4, 30, 31, 32 and 33 positions are written. Step 4 then releases all blocks.
+    # Steps 1 to 4 leave 30, 31, 32 and 33 positions written. Step 4 then releases all blocks.
     assert waste.steps == 4
     assert waste.unwritten == 2 + 1 + 0
     assert waste.allocated == 3 * 32

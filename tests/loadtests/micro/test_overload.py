@@ -1,4 +1,4 @@
-"""The measurement of overload at toy size, and its stub workers."""
+"""The overload measurement with small sizes, and the stub workers that it uses."""
 
 import json
 from pathlib import Path
@@ -82,7 +82,7 @@ def test_measurement_prints_json_and_reports_missed_goals(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(overload, "_PAUSE_SECONDS", 0.0)
-    monkeypatch.setattr(overload, "KEPT", 0.0)  # on a busy machine, no request may meet its goals
+    monkeypatch.setattr(overload, "KEPT", 0.0)  # requests may all miss goals on a busy machine
     path = tmp_path / "overload.json"
     flags = ["--seconds", "1.5", "--tries", "1", "--max-sequences", "4", "--output-len", "4-8"]
     code = overload.main([*flags, "--save-json", str(path)])

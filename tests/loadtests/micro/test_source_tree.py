@@ -14,7 +14,7 @@ def test_this_tree_has_the_current_names() -> None:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> SourceTree:
-    """A tree with a package `penstock` of its own, which hides the installed one."""
+    """A source tree with its own package `penstock`, which hides the installed package."""
     package = tmp_path / "penstock"
     package.mkdir()
     (package / "__init__.py").write_text("NAME = 'other'\n")

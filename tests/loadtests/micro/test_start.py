@@ -16,7 +16,7 @@ def test_a_start_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     assert start.main([str(SHIPPED.parent / "demo-small"), "--kv-cache-mib", "64"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["ready_seconds"] > 0
-    assert found["cpu_seconds"] > 1  # a start imports torch, which takes longer than this
+    assert found["cpu_seconds"] > 1  # a start imports torch, which alone takes longer
     by_process = found["pss_mb_by_process"]
     assert {"penstock serve", "raylet", "gcs_server"} <= by_process.keys()
     assert found["pss_mb"] == pytest.approx(sum(by_process.values()), abs=1.0)

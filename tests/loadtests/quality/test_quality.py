@@ -27,7 +27,7 @@ def test_equal_models_have_no_difference() -> None:
 
 
 def test_pairs_are_kept_together() -> None:
-    """All questions have equal perplexity, so the interval has no width."""
+    """The perplexity ratio is equal for all questions, so its interval has no width."""
     losses = np.random.default_rng(0).random(50)
     reference = results([1] * 50, losses.tolist())
     found = results([1] * 25 + [0] * 25, (losses + 0.2).tolist())

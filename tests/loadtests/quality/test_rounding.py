@@ -1,4 +1,4 @@
-"""Rounding of the quality table: published formats, and the gain of calibration."""
+"""Weight rounding for the quality table: published formats, and the gain from calibration."""
 
 from collections.abc import Callable
 
@@ -23,7 +23,7 @@ def correlated_features() -> Tensor:
 
 @pytest.mark.parametrize("round_matrix", [nf4, q4_k, q6_k])
 def test_weights_are_within_half_a_step(round_matrix: Callable[[Tensor], Rounded]) -> None:
-    """Scales are rounded too, so the bound of an error is a little above half a step."""
+    """Scales are rounded too, so errors may exceed half a step."""
     weight = random_weight()
     found = round_matrix(weight)
     outside = (found.weight - weight).abs() > 1.5 * found.half_steps

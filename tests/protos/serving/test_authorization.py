@@ -24,7 +24,7 @@ def authorize(method: str, metadata: CallMetadata) -> None:
 
 
 class Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]
-    """A gRPC method with one request and one with a stream; both echo their messages."""
+    """Two gRPC methods that echo their messages: one takes a single request, one a stream."""
 
     def __init__(self, unary: Callable[..., Any], stream: Callable[..., Any]) -> None:
         self._methods = {

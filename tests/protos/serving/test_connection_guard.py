@@ -142,7 +142,7 @@ async def test_closed_connection_makes_room_for_another_of_its_address() -> None
         opened = await served.fill(stack)
         closed = await closed_ones(opened, MAX_CONNECTIONS - MAX_PER_ADDRESS)
         await next(each for each in opened if each not in closed).close()
-        while True:  # until the server has noticed
+        while True:  # until the server has noticed the closed connection
             again = raw_http2(served.address, *START, *CALL, source=STRANGER)
             client = await stack.enter_async_context(again)
             await until(lambda: client.is_closed or client.frames[2:])  # noqa: B023
@@ -158,7 +158,7 @@ async def test_connections_of_the_process_to_others_and_other_ports_are_not_coun
             stack.enter_context(other.accept()[0])
             client.setblocking(False)
         await served.check_other_address()
-        # gRPC may still count the connection of the other address, and then closes one of these.
+        # If gRPC still counts the connection of the other address, it closes one of these.
         await closed_ones(await served.fill(stack), MAX_CONNECTIONS - MAX_PER_ADDRESS)
         with pytest.raises(BlockingIOError):
             client.recv(1)
@@ -180,7 +180,7 @@ async def test_guard_without_a_bound_and_closed_guard_have_no_thread() -> None:
 def test_number_of_descriptors_is_known(
     monkeypatch: pytest.MonkeyPatch, reports_number: bool
 ) -> None:
-    if not reports_number:  # as kernels before 6.2
+    if not reports_number:  # as with Linux before 6.2
         old = SimpleNamespace(stat=lambda path: SimpleNamespace(st_size=0), listdir=os.listdir)
         monkeypatch.setattr(connection_guard, "os", old)
     before = num_descriptors()
@@ -214,7 +214,7 @@ async def test_reused_number_of_a_counted_socket_is_not_counted_again() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     refused = RefusedConnections("test")
     guard = ConnectionGuard(listener.getsockname()[1], 1, refused)
-    guard.close()  # this test makes the checks
+    guard.close()  # end its thread: this test calls the check itself
     with listener, socket.create_connection(listener.getsockname()) as client:
         served, _ = listener.accept()
         with served:

@@ -21,8 +21,8 @@ pytestmark = [
 
 MODEL = Path(penstock.__file__).parent / "models" / "demo-small"
 NUM_MESSAGES = 300
-"""Messages of a test. If the threads of gRPC's pool read the sockets, they switch three times or
-more for each message; otherwise, about 15 times in all, and 10 times a second."""
+"""Number of messages of a test. If the threads of gRPC's pool read the sockets, they make at least
+three context switches per message; otherwise, about 15 in all, and 10 per second."""
 
 SCRIPT = f"""
 import asyncio, os, sys
@@ -56,7 +56,7 @@ asyncio.run(serve())
 
 
 def switches_of_pool(pid: int) -> int:
-    """Return how often the threads of gRPC's pool have waited."""
+    """Return the number of voluntary context switches of the threads of gRPC's pool."""
     count = 0
     for task in Path(f"/proc/{pid}/task").iterdir():
         with suppress(OSError):  # the thread has ended
@@ -67,7 +67,7 @@ def switches_of_pool(pid: int) -> int:
 
 
 def run(**environment: str) -> tuple[int, str]:
-    """Return the switches of the pool of a gRPC server and client, and the text on stderr."""
+    """Run a gRPC server and client; return their pool's context switches, and their stderr."""
     kept = {name: value for name, value in os.environ.items() if name != "GRPC_EXPERIMENTS"}
     command = [sys.executable, "-c", SCRIPT]
     done = subprocess.run(

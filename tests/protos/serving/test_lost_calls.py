@@ -23,7 +23,7 @@ def test_a_reply_that_cannot_be_sent_is_no_error(
     caplog: pytest.LogCaptureFixture, error: Exception | None, levels: list[int]
 ) -> None:
     CallHandlers(1.0)
-    CallHandlers(1.0)  # the filter is added once
+    CallHandlers(1.0)  # must not add the log filter a second time
     with caplog.at_level(logging.DEBUG):
         logging.getLogger(GRPC_LOGGER).error("raised by method [%s]", "x", exc_info=error)
     assert [record.levelno for record in caplog.records] == levels

@@ -169,8 +169,8 @@ async def test_load_metrics_of_a_lost_worker_are_removed(config: RouterConfig) -
 async def test_worker_without_step_bounds_does_not_break_the_scrape(
     config: RouterConfig,
 ) -> None:
-    odd = StubWorker("odd")  # its load reports have step counts, but no bounds
-    odd.welcome.step_token_bounds.extend([1, 16])  # and these have bounds, but no counts
+    odd = StubWorker("odd")  # reports counts of step times, without their bounds
+    odd.welcome.step_token_bounds.extend([1, 16])  # bounds of tokens per step, without counts
     async with serving(config, odd, StubWorker("even")) as served, client_of(served) as http:
         odd.send(pb.ToRouter(step=pb.Step(load=LOAD)))
         await until(lambda: served.router.frontend.take_snapshot().pools[0].running == 3)

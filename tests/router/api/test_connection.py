@@ -37,7 +37,7 @@ WITHOUT_END = {
     "trailer": CHUNKED + b"1\r\nx\r\n0\r\nx-trailer: ",
     "trailer name": CHUNKED + b"0\r\n",
 }
-READ = 4096  # bytes of one read
+READ = 4096  # size of one read in bytes
 
 
 class Transport(asyncio.Transport):

@@ -19,7 +19,7 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class Refusal(Response):
-    """A response that raises an error before its start."""
+    """A response that raises an error before it starts."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         raise invalid("the answer cannot be made")

@@ -1,4 +1,4 @@
-"""Long texts are encoded off the event loop, but not if their client has disconnected."""
+"""Long texts are encoded off the event loop, or not at all if their client has disconnected."""
 
 import asyncio
 import threading

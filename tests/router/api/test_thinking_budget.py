@@ -125,7 +125,7 @@ async def test_models_without_a_token_that_ends_reasoning(tmp_path: Path, templa
             with pytest.raises(openai.BadRequestError, match="leave it out"):
                 await chat(client, thinking_token_budget=5)
             assert not served.worker.submits
-        if template == REASONS:  # In /v1/messages, only the template needs to read the budget.
+        if template == REASONS:  # For /v1/messages, a template that reads the budget is enough.
             async with anthropic_client.connect(served) as client:
                 await client.messages.create(
                     model="stub",

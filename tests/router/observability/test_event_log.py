@@ -1,4 +1,4 @@
-"""Messages of workers that reach clients contain nothing about the machines."""
+"""Clients get a worker's message only if it contains no details about the machines."""
 
 import pytest
 

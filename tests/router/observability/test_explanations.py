@@ -1,4 +1,4 @@
-"""Explanations: events, time by phase, and bounds, with a real dispatcher and a set clock."""
+"""Explanations: events, time by phase, and bounds, with a real dispatcher and a fake clock."""
 
 import gc
 from typing import Any

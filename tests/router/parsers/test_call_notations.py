@@ -30,7 +30,7 @@ RELAXED = settings(
 
 @dataclass(frozen=True)
 class Format:
-    """How a format writes a call, and the texts at which a value or a call may end."""
+    """A format: `write` returns the text of a call; `ends` are texts that end a value or a call."""
 
     write: Callable[[str, Mapping[str, Any]], str]
     ends: Sequence[str]
@@ -338,7 +338,7 @@ def schema_of(value: Any) -> Any:
 
 
 def as_text(name: str, value: Any, schema: Any) -> Any:
-    """Return a value as its format writes it: strings as JSON if the schema has other types."""
+    """Return a value as the format writes it: strings as JSON if the schema allows other types."""
     if name in ("qwen3_coder", "glm45", "glm47") and isinstance(value, str):
         tools = parameters_of(name, [function_of({"properties": {"a": schema}})])
         if not tools.types_of("f", "a") <= {"string", "null"}:

@@ -45,7 +45,7 @@ def accepted(model: Model, name: str, text: str, is_parallel: bool = False) -> s
 
 
 def calls_of(name: str, text: str, model: Model, is_strict: bool) -> list[tuple[str, Any]]:
-    """Return the calls of an answer when only the first call is kept."""
+    """Parse an answer with `parallel_tool_calls: false`; return its calls."""
     options = ParsingOptions(reads_calls=True, is_parallel=False, is_strict=is_strict, tools=TOOLS)
     parsers = AnswerParsers(tools=name, reasoning=NONE)
     make: Any = lambda: parsers.new("", options)  # noqa: E731

@@ -71,7 +71,7 @@ async def test_tenant_with_many_texts_leaves_a_thread_to_others(line: Line) -> N
 async def test_tenants_are_served_equal_numbers_of_characters(line: Line) -> None:
     hold = threading.Event()
     other = asyncio.create_task(line.line.run("other", SIZE, lambda: hold.wait(60)))
-    # Now both threads are blocked; the job of `other` blocks its thread until the end.
+    # The next job blocks the second thread. The job of `other` blocks its thread until the end.
     await line.add("y", "y")
     for number in range(4):
         await line.add("long", f"l{number}", 4 * SIZE)
@@ -97,7 +97,7 @@ async def test_cancelled_text_is_not_encoded(line: Line) -> None:
 
 
 async def test_tenant_beyond_its_share_is_refused_and_another_is_not(line: Line) -> None:
-    # One job runs and 25 wait. This is the tenant's share: a quarter of the limit.
+    # One job runs, and 25 wait: a quarter of the limit, which is the tenant's share.
     for number in range(26):
         await line.add("greedy", f"g{number}")
     with pytest.raises(ServingError, match="wait to be tokenized") as refusal:

@@ -31,7 +31,7 @@ TOOLS = [function("now"), function("add", parameters=NUMBER), function("tree", p
 
 
 def accepts(text: str, mode: Any, name: str = "", is_parallel: bool = True) -> bool:
-    """Return whether a forced answer may be `text`, and end after it."""
+    """Return whether a forced answer may consist of `text` and then end."""
     schema = forced_schema(ToolChoice(mode, name), TOOLS, is_parallel)
     matcher = VOCABULARY.compile(StructuredOutputs("json", schema)).matcher()
     return matcher.advance([*TOKENIZER.encode(text, add_special_tokens=False), 2])

@@ -255,7 +255,7 @@ def test_live_migration_submits_then_yields_then_transfers() -> None:
     assert history.commands == []  # the Yield is not sent a second time
     assert history.token("w", 1, 2) is AppendResult.APPENDED
     history.yielded(kv_len=5)
-    # The Submit to v lacks the latest tokens, so v gets a new one after this Drop.
+    # The Submit to v lacks the latest tokens, so a new Submit follows this Drop.
     assert history.commands == [Drop("v", 1, 2)]
     assert history.state.decode_target == "v"
     history.place(V)

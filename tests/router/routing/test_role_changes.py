@@ -139,7 +139,7 @@ def test_mixed_worker_assigned_to_decode_gets_no_prompts() -> None:
 
 
 def test_no_prompt_is_recomputed_elsewhere_when_roles_swap_under_load() -> None:
-    """Swap the roles of a prefill and a decode worker repeatedly, without faults."""
+    """Swap the roles of the prefill and the decode workers repeatedly, without faults."""
     rng = Random(2)
     infos = [info_of(f"w{at}", role, num_blocks=512) for at, role in enumerate(["prefill"] * 2)]
     infos += [info_of(f"w{at + 2}", role, num_blocks=512) for at, role in enumerate(["decode"] * 2)]

@@ -1,4 +1,4 @@
-"""Workers that send heartbeats but end no step are detected, and others are not."""
+"""Workers that send heartbeats but complete no step are detected; other workers are not."""
 
 import hypothesis.strategies as st
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Destinations to which prefill workers connect early: their choice, number and time."""
+"""Destinations to which prefill workers connect early: which, how many, and when."""
 
 from collections import Counter
 

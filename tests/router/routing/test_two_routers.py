@@ -63,7 +63,7 @@ class Shared:
             Router(number, Dispatcher(policy_of("cost"), limits)) for number in range(num_routers)
         ]
         self.now = 0.0
-        # For each step: number of sequences that exceed max_sequences.
+        # For each step, the number of sequences above max_sequences.
         self.waiting_counts: list[int] = []
         for router in self.routers:
             for info in infos:

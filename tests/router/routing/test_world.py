@@ -1,7 +1,7 @@
 """The dispatcher against fake workers, with events and faults in random order.
 
-Every client receives the tokens of the reference, each position once, or one final error. At the
-end, no request and no block is left.
+Every client receives the tokens of the reference model, each position once, or one final error. At
+the end, no request and no block is left.
 """
 
 from random import Random

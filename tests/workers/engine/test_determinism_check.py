@@ -171,7 +171,7 @@ def test_batch_dependent_linear_layer_is_detected(folder: Path) -> None:
 def test_check_and_warm_up_leave_no_work_and_no_counts(folder: Path, sizes: dict[str, int]) -> None:
     engine = make_engine(folder, **sizes)
     check_batch_invariance(engine)
-    # The largest budget lets the warm-up compute its prompt in one step.
+    # The check has restored the limits, so the warm-up can compute its prompt in one step.
     assert engine.batcher.limits == engine.limits
     engine.warm_up()
     assert engine.step().empty

@@ -110,7 +110,7 @@ def test_step_result_and_load_report_the_step(engine: Engine) -> None:
 def test_tokens_of_steps_are_the_computed_prompt_tokens_and_the_generated_tokens(
     checkpoint: Path,
 ) -> None:
-    """Prompts are longer than the token budget, have several choices and are preempted."""
+    """Prompts exceed the token budget; some requests have several choices, some are preempted."""
     engine = make_engine(checkpoint)
     engine.reset_scheduler(dataclasses.replace(engine.limits, num_blocks=22))
     for i in range(2):

@@ -179,7 +179,7 @@ async def test_commands_do_not_wait_for_the_step_when_planning_ahead() -> None:
     for name in "ab":
         loop.post(lambda _, name=name: engine.log.append(name))  # type: ignore[misc]
     await loop.call(lambda _: None)
-    assert engine.log == ["a", "b"]  # this step has not ended yet
+    assert engine.log == ["a", "b"]  # the first step has not ended yet
     engine.gate.release(3)
     await received.until(lambda: engine.log.count("step") == 3)
     assert engine.log == ["a", "b", "step", "step", "step"]

@@ -63,7 +63,7 @@ class Replays:
 
 
 def make_engine(folder: Path, dtype: str, replays: Replays | None) -> Engine:
-    """Return an engine; if `replays` is given, it captures the engine's decode steps."""
+    """Return an engine; `replays`, if given, captures the engine's decode steps."""
     config = WorkerConfig(
         "w",
         folder,

@@ -47,7 +47,7 @@ def make_runner(decoder: Decoder, planner: Planner) -> ModelRunner:
 
 
 def logits_of(runner: ModelRunner, planner: Planner, texts: Sequence[Sequence[int]]) -> Tensor:
-    """Return the logits [prompts, MAX_NEW, V] of the tokens of `texts` that follow each prompt."""
+    """Return the logits [prompts, MAX_NEW, V] for the tokens of `texts` after each prompt."""
     found: list[list[Tensor]] = [[] for _ in texts]
     while any(len(rows) < MAX_NEW for rows in found):
         plan = planner.plan(CHUNK)

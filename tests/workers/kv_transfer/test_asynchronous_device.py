@@ -1,7 +1,7 @@
 """KV transfers on a device that completes work late, as a GPU does.
 
 The tests check that reports are sent, and buffers reused, only after the work has completed. The
-lane of these tests runs work at once, but reaches a mark only when the test allows it.
+lane (CUDA stream) of these tests runs work at once, but reaches a mark only when the test says so.
 """
 
 import threading
@@ -46,7 +46,7 @@ class _Mark:
 
 
 class Destination:
-    """A destination whose mover has slow lanes, with one fast mover for each source."""
+    """A mover with slow lanes as the destination, and one fast mover for each source."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, num_sources: int) -> None:
         lanes: list[SlowLane] = []
@@ -58,7 +58,7 @@ class Destination:
         monkeypatch.setattr(rank_mover, "make_lane", make_lane)
         self.cache = torch.randn(2, 2, 8, 1, 4, 3)
         self.mover = RankMover(KvStaging(self.cache, WHOLE), "127.0.0.1", 20.0)
-        self.lane = lanes[1]  # the lane of the messages that are received
+        self.lane = lanes[1]  # the lane for received messages
         monkeypatch.undo()
         self.sent = [torch.randn(2, 2, 8, 1, 4, 3) for _ in range(num_sources)]
         self.sources = [RankMover(KvStaging(each, WHOLE), "127.0.0.1", 20.0) for each in self.sent]

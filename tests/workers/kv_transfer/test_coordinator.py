@@ -169,7 +169,7 @@ async def test_eight_requests_transfer_concurrently(
 
 
 class Gate:
-    """Counts calls of a `KvStaging` method; all but the first `free` wait until opened."""
+    """Counts calls of a `KvStaging` method; calls after the first `free` wait for `open`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, method: str, free: int) -> None:
         self.num_calls = 0
@@ -231,7 +231,7 @@ async def test_blocks_of_a_dropped_lease_are_kept_while_they_are_read(
     await gate.reached(3)
     leased = pools.prefill.load.leased_blocks
     await pools.prefill.drop(moving.request)
-    # The drop has been processed before these later requests. Its blocks are still read.
+    # The drop is processed before these requests, but the dropped blocks are still being read.
     await pools.answer_without_transfer(PROMPT[:3], 2)
     await pools.prefill.submit(10**6, PROMPT[:3], greedy(1))
     await pools.prefill.answer(10**6)

@@ -171,7 +171,7 @@ def test_work_beside_a_step_begins_once_right_before_the_graph_runs(
     monkeypatch.setattr(model_runner.ModelRunner, "run", run)
     monkeypatch.setattr(CpuStepGraph, "run", run_recorded)
     generate(decoder, [[4, 5]], MAX_NEW)
-    # The step of the prompt has no graph.
+    # The step that computes the prompt runs without a graph.
     assert events == ["beside", *(["beside", "graph"] * (MAX_NEW - 1))]
 
 

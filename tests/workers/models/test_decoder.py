@@ -17,7 +17,7 @@ from tests.support.planner import generate
 pytestmark = pytest.mark.slow
 
 MAX_NEW = 20  # answers cross a block boundary and every family's window
-# One block has 16 positions: shorter, equal and longer prompts.
+# A block has 16 positions. Some prompts are shorter, some are equally long, and some longer.
 LENGTHS = (1, 5, 16, 33, 16, 15, 70)
 MIN_LENGTH = {"phi3-long": 4}  # for shorter prompts, transformers uses the short RoPE factors
 

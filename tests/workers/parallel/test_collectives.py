@@ -118,7 +118,7 @@ def test_all_reduce_in_the_communicators_order_is_equal_on_all_ranks() -> None:
         kept = [tensor.clone() for tensor in given]
         found = [group.all_reduce(tensor) for tensor in given]
         assert all(torch.equal(*pair) for pair in zip(given, kept, strict=True))
-        # Every other row is a part of the tensor that is not contiguous.
+        # Taking every other row gives a view that is not contiguous.
         return [*found, group.all_reduce(given[1][::2])]
 
     found = in_threads(RANKS, one)

@@ -92,7 +92,7 @@ def test_bfloat16_logits_are_close_to_those_of_one_rank(ranks: RankProcesses, fo
 
 
 def test_killed_rank_fails_the_worker(tmp_path: Path) -> None:
-    # A model of its own, because the .wait file blocks workers.
+    # Use a separate model: with its .wait file, a worker answers until a rank is killed.
     model = make_model(tmp_path / "llama", "llama")
     wait_file = model.with_suffix(".wait")
     wait_file.touch()

@@ -83,7 +83,7 @@ def test_address_with_all_its_connections_does_not_keep_others_out(
             for key, _ in selector.select(60):
                 stranger = cast(socket.socket, key.fileobj)
                 with suppress(ConnectionError):
-                    if stranger.recv(1 << 16):  # settings of HTTP/2
+                    if stranger.recv(1 << 16):  # the SETTINGS frame of HTTP/2
                         continue
                 closed.add(key.fd)
                 selector.unregister(stranger)

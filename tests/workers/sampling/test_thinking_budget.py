@@ -18,7 +18,7 @@ from tests.support.token_tables import one_row_table
 
 NUM_TOKENS = 8
 CLOSE, OPEN, STOP = 5, 6, 7
-PROMPT = [OPEN, CLOSE, 1]  # marks in the prompt are not marks of the answer
+PROMPT = [OPEN, CLOSE, 1]  # OPEN and CLOSE in the prompt do not count for the answer
 ROW = np.zeros(1, np.int32)
 STARTS = st.sampled_from(((), (OPEN,), (OPEN, 3)))
 

@@ -155,7 +155,7 @@ def test_masks_filled_beside_the_step_are_those_of_the_step() -> None:
     assert found.at.tolist() == second.at.tolist() == [0]
     assert np.array_equal(found.words, second.words)
     masks.begin(rows, indices, history)
-    # None, because the masks of these rows were not begun.
+    # The begun masks are for other rows, and row 1 by itself has no mask.
     assert masks.take(rows[1:], indices[1:], history) is None
 
 

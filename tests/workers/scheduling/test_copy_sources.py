@@ -18,7 +18,7 @@ SYSTEM = list(range(10))  # two full blocks of four tokens, and two further toke
 def test_transfer_that_begins_before_a_copy_does_not_overwrite_its_source(
     num_stages: int, num_short: int
 ) -> None:
-    """A step is planned that copies a block. Before it runs, a KV transfer gets its blocks.
+    """Plan a step that copies a block. Before this step runs, a KV transfer reserves blocks.
 
     The transfer needs `num_available + 1 - num_short` blocks.
     """

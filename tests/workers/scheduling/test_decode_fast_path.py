@@ -44,7 +44,7 @@ def test_derived_plan_equals_the_plan_made_from_the_tables() -> None:
         following.fill(drawn)
         ahead.batcher.commit(plan, drawn)
         from_tables.commit(other)
-        # The unknown sequence has no effect; `invalidate` forces a full plan.
+        # A yield of an unknown sequence has no effect. `invalidate` forces a full plan.
         from_tables.batcher.request_yield("unknown")
         from_tables.batcher._fast_path.invalidate()
         plan, fresh = following, from_tables.batcher.plan()

@@ -17,7 +17,7 @@ def planned(batcher: Batcher) -> StepPlan:
 
 
 def first_step(forced: list[int], **changes: Any) -> tuple[Batcher, StepOutput]:
-    """Run a prompt of three tokens, whose first token 9 is followed by `forced`."""
+    """Run a prompt of three tokens; sample token 9, which the tokens `forced` follow."""
     batcher = Batcher(limits())
     batcher.submit(sequence("a", [5, 6, 7], **{"max_tokens": 20, **changes}))
     plan = planned(batcher)

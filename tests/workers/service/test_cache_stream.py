@@ -55,7 +55,7 @@ class Follower:
         await self.attached.until(lambda: self.knows(prompt) == num_blocks)
 
     def knows(self, prompt: list[int]) -> int:
-        """Return the number of the prompt's blocks that are cached, by all messages so far."""
+        """Return the number of the prompt's cached blocks, according to all messages so far."""
         for message in self.attached.received[self._num_read :]:
             self._num_read += 1
             if message.HasField("cache_snapshot"):

@@ -1,4 +1,4 @@
-"""Preemptions and tokens of steps that a worker with too few blocks reports to two routers."""
+"""A worker with too few blocks reports preemptions and the tokens of steps to two routers."""
 
 from functools import partial
 from pathlib import Path

@@ -1,6 +1,6 @@
 """The port of a worker: its limits, and what a peer may do before it is authorized.
 
-Another router's stream must not notice any of it.
+These peers must not disturb another router's stream.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ MAX_CONNECTIONS, MAX_PER_ADDRESS = 16, 8
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def worker(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[RunningWorker]:
-    """A worker with short times."""
+    """A worker with short time limits."""
     config = WorkerConfig(
         "w0",
         tiny_checkpoint(tmp_path_factory.mktemp("tiny")),
@@ -80,7 +80,7 @@ async def worker(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Runn
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def router(worker: RunningWorker) -> AsyncIterator[AttachedRouter]:
-    """A router whose stream is open during the test, and works after it."""
+    """A router whose stream is open during the test, and still works after the test."""
     attached = await AttachedRouter(worker.address, "secret").open(heartbeat_seconds=0.05)
     yield attached
     await attached.submit(1000, PROMPT, greedy(3))
@@ -146,7 +146,7 @@ async def test_address_with_all_its_connections_does_not_keep_others_out(
         ]
         async with grpc.aio.insecure_channel(worker.address, NEW_CONNECTION) as channel:
             silent = channel.stream_stream(STEPS)(metadata=TOKEN, wait_for_ready=True)
-            assert await status_of(silent) is grpc.StatusCode.DEADLINE_EXCEEDED  # the worker's
+            assert await status_of(silent) is grpc.StatusCode.DEADLINE_EXCEEDED  # set by the worker
             assert "no message arrived" in await silent.details()
         await until(lambda: sum(not each.is_closed for each in opened) == MAX_PER_ADDRESS)
 

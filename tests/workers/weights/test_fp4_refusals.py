@@ -34,7 +34,7 @@ def replaced(name: str, value: torch.Tensor) -> Callable[[Tensors], object]:
 
 
 def stated(**changes: Any) -> Callable[[Tensors], object]:
-    """Return a change of the JSON object of a module of bitsandbytes."""
+    """Return a function that changes fields of a bitsandbytes module's JSON object."""
 
     def change(tensors: Tensors) -> None:
         state = json.loads(bytes(tensors[STATE].tolist())) | changes

@@ -73,7 +73,7 @@ def test_an_unknown_dtype_is_refused(folder: Path) -> None:
 
 def test_redundant_tensors_of_older_tools_are_ignored(folder: Path) -> None:
     def add(tensors: dict[str, torch.Tensor]) -> None:
-        # Redundant, because the head is tied to the embedding.
+        # This tensor is redundant, because the head is tied to the embedding.
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(6)
 

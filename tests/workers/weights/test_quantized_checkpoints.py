@@ -88,7 +88,7 @@ def test_int8_products_are_those_of_quantization_while_loading(
     online = load_model(tmp_path / "float", "auto", CPU, quantization="int8")[1]
     assert stored.head is not None
     assert online.head is not None
-    # Unlike the other model, the checkpoint does not quantize its head.
+    # Online quantization also quantizes the head; the stored checkpoint does not.
     stored.head.packed = online.head.packed
     found, expected = (generate(each, prompts(), MAX_NEW, CHUNK) for each in (stored, online))
     assert found[0] == expected[0]

@@ -34,7 +34,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def changed(source: Path, folder: Path, change: Callable[[Tensors], object], **config: Any) -> Path:
-    """Copy a checkpoint with other tensors and another `quantization_config`."""
+    """Copy a checkpoint with changed tensors and a changed `quantization_config`."""
     tensors = load_file(source / SINGLE)
     change(tensors)
     save_file(tensors, folder / SINGLE)
@@ -220,7 +220,7 @@ def test_bfloat16_products_are_within_the_rounding_of_their_operands(
         if one.weight.shape[1] == 192:
             weight = one(torch.eye(192)).T
             error = (other(x).float() - x.float() @ weight.T).abs()
-            # Weights and results have 8 bits; rounding in float32 sums adds far less than 2^-9.
+            # Weights and results have 8 significant bits; float32 sums add an error far below 2^-9.
             assert (error <= 3 * 2.0**-9 * (x.float().abs() @ weight.abs().T)).all()
 
 

@@ -13,6 +13,6 @@ def outcome(number: int, ttft: float, tpot: float, error: str = "") -> Outcome:
 
 
 def step(rate: float, ttft: float = 0.1, tpot: float = 0.01, goals: Goals | None = None) -> Step:
-    """Return a step of two equal requests, which took 10 s in all. The arguments are in seconds."""
+    """Return a step of 10 s with two equal requests; `ttft` and `tpot` are in seconds."""
     outcomes = [outcome(number, ttft, tpot) for number in range(2)]
     return step_of(rate, outcomes, 10.0, goals or Goals(ttft=1000.0), 0.99)

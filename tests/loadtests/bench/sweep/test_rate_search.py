@@ -1,4 +1,4 @@
-"""The search of the highest rate that keeps the goals."""
+"""The search for the highest rate at which a server meets its goals."""
 
 import pytest
 from hypothesis import given
@@ -8,7 +8,7 @@ from penstock.loadtests.bench.sweep.rate_search import MAX_STEPS, MIN_RATIO, Rat
 
 
 def played(first: float, precision: float, capacity: float) -> RateSearch:
-    """Return an ended search for a server that keeps the goals up to `capacity`."""
+    """Run and return a search, for a server that meets its goals up to the rate `capacity`."""
     search = RateSearch(first, precision)
     while (rate := search.next_rate()) is not None:
         search.record(rate, rate <= capacity)

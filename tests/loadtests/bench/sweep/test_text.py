@@ -66,7 +66,7 @@ def test_plot_marks_the_knee() -> None:
             [step(1.0), step(2.0, 9.0)],
             "at 2 requests/s the time to first token misses its goal first",
         ),
-        # The rate 4 kept the goals, but does not count: the lower rate 2 missed them.
+        # Rate 4 met the goals, but does not count, because the lower rate 2 missed the goals.
         ([step(1.0), step(2.0, 9.0), step(4.0)], "knee: 1 requests/s"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The measurement with real processes: Penstock's router, and one that forwards bytes."""
+"""Rounds of the router comparison with real processes: Penstock's router and a byte forwarder."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The comparison with vLLM's scheduler: its cells run, and each cell counts correctly."""
+"""The comparison with vLLM's scheduler: every configuration (cell) runs and counts correctly."""
 
 import dataclasses
 from typing import Any

@@ -144,7 +144,7 @@ def ignore_writers(patch: pytest.MonkeyPatch) -> None:
 
 
 def unpin_at_the_credit(patch: pytest.MonkeyPatch) -> None:
-    """Inject a bug: the source unpins blocks when the bytes are requested, not when sent."""
+    """Inject a bug: the source unpins blocks when their bytes are requested, not once sent."""
 
     def on_credit(self: SendProtocol, credit: Credit, now: float) -> None:
         on_credit_of_product(self, credit, now)
@@ -214,7 +214,7 @@ def ignore_incarnations_of_cache_events(patch: pytest.MonkeyPatch) -> None:
 
 
 def keep_blocks_of_lost_workers(patch: pytest.MonkeyPatch) -> None:
-    """Inject a bug: a router keeps the blocks of the worker's earlier stream."""
+    """Inject a bug: the prefix index keeps the blocks of a worker's earlier stream."""
     patch.setattr(PrefixIndex, "clear", lambda self, worker: None)
 
 

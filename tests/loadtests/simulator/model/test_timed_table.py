@@ -1,4 +1,4 @@
-"""A simulation without the tokens of prompts gives the results of one with them."""
+"""A simulation that leaves out the tokens of prompts gives the same results as a full one."""
 
 import numpy as np
 import pytest

@@ -22,7 +22,7 @@ EPOCH = 1
 
 
 class Pair:
-    """A rank pair whose source has the content [10 * block, index] in each block."""
+    """A rank pair; the content of block b at its source is the number 10 * b."""
 
     def __init__(self) -> None:
         self.clock = Clock()

@@ -73,7 +73,7 @@ def test_seed_determines_the_jitter_and_the_mean_stays() -> None:
     assert first != other
     means = [run.busy_seconds / run.num_steps for run in (runs[0], runs[3])]
     # The standard error of the mean of n factors is 0.2 / sqrt(n).
-    # The batches differ slightly, because other step times let other requests meet.
+    # The batches differ slightly: with other step times, other requests run at the same time.
     assert runs[0].num_steps > 400
     assert means[0] == pytest.approx(means[1], rel=5 * 0.2 / 400**0.5)
 
@@ -110,7 +110,7 @@ def test_same_results_while_the_pool_scales() -> None:
 
 @pytest.mark.long
 def test_same_results_in_slo_order() -> None:
-    """At four times the capacity and with few blocks, waiting prompts are reordered."""
+    """The load is four times the capacity and blocks are few, so waiting prompts are reordered."""
     limits = replace(LIMITS, num_blocks=120, max_sequences=4)
     plan = ClusterPlan({"mixed": 2}, limits, Timing(), ttft_slo_seconds=0.5)
     assert_same_results(plan, load_of(20.0, 6.0), (Static(plan.pools), Static(plan.pools)))

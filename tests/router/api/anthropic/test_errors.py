@@ -157,7 +157,7 @@ async def test_error_of_a_worker(config: RouterConfig, has_begun: bool) -> None:
 
 
 async def read_stream(client: Any, worker: StubWorker, fails: bool) -> tuple[list[str], Any]:
-    """Read a stream until its error; return the types of all events except deltas."""
+    """Read a stream until its error; return the types of all events but deltas, and the error."""
     kinds: list[str] = []
     try:
         headers = {"x-request-id": "me"}

@@ -45,7 +45,7 @@ def test_token_chunk_equals_the_general_chunk(
         expected = text_of(general.chunk(plain(position, text))).encode()
         assert fast.token_chunks.get(1, 1, text) == expected
     assert fast.token_chunks.get(1, 0, "x") is None
-    # Both count the same tokens, so the usage is equal.
+    # Both formatters count the same tokens, so their usage is equal.
     assert fast.end_of_stream() == general.end_of_stream()
 
 

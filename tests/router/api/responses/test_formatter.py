@@ -1,4 +1,4 @@
-"""The formatter of responses: an answer that is split in any way gives the same events."""
+"""The formatter of responses gives the same events, however the answer is split."""
 
 import itertools
 import json
@@ -76,7 +76,7 @@ def entry(token: int) -> pb.TokenLogprobs:
 
 
 def delta(texts: Sequence[str], begin: int, end: int, with_logprobs: bool = False) -> Delta:
-    """Return the delta of some tokens; the last token is followed by the end token."""
+    """Return the delta of tokens [begin, end); the end token follows the answer's last token."""
     tokens = list(TOKENS[begin:end])
     finish = ""
     if end == len(TOKENS):

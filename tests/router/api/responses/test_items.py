@@ -1,4 +1,4 @@
-"""The messages for chat templates that are made from items."""
+"""Conversion of input items to the messages that chat templates read."""
 
 from penstock.router.api.responses.items import InputItem, TextContent, messages_of
 

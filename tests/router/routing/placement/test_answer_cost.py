@@ -39,7 +39,7 @@ def test_a_larger_batch_never_takes_less_time(steps: list[tuple[int, float]], si
 def measured(
     seconds: float, slope: float = 0.0, is_shared: bool = False, rate: AnswerRate | None = None
 ) -> AnswerRate:
-    """Return a rate with twenty measured steps that end at 20 s, without prompts."""
+    """Return a rate that has measured twenty decode steps; the last step ended at 20 s."""
     rate = rate or AnswerRate(WorkerLoad(), 0.0)
     total, steps = rate._last.step_seconds, rate._last.num_steps
     for number in range(1, 21):

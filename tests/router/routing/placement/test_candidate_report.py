@@ -24,7 +24,7 @@ workers = st.lists(
 
 
 def registry_of(states: list[tuple[int, int, int, int]]) -> tuple[WorkerRegistry, dict[str, int]]:
-    """Return workers with (queued tokens, sequences, cached tokens, assigned tokens)."""
+    """Return workers in these states (queued, sequences, cached, assigned), and cached tokens."""
     registry, cached = WorkerRegistry(LivenessBounds()), {}
     for number, (queued, sequences, tokens, assigned) in enumerate(states):
         view = registry.add(info_of(f"w{number:03}", "mixed"), WorkerLoad(), 0.0)

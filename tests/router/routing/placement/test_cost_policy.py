@@ -1,4 +1,4 @@
-"""`CostPolicy` chooses as `RolePolicy` with `CostRanking` does, which compares all workers."""
+"""`CostPolicy` makes the choices of `RolePolicy(CostRanking())`, which compares all workers."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

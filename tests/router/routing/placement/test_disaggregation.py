@@ -59,7 +59,7 @@ def decide(
         (1000, 0, 8, 0, 0.01, "apart: harm"),
         (1000, 0, 0, 900, 0.01, "apart: decode queue"),
         (1000, 0, 0, 0, 0.01, "apart: even"),
-        # A short prompt: the transfer would take longer than computing it.
+        # A short prompt: its KV transfer would take longer than its prefill.
         (20, 0, 0, 0, 0.05, "together: transfer"),
         (1000, 9000, 4, 0, 0.01, "together: prefill queue"),
         (1000, 9000, 12, 0, 0.01, "apart: harm"),

@@ -96,7 +96,7 @@ def test_request_with_a_transfer_in_progress_is_not_moved() -> None:
 
 
 def test_repeated_moves_back_off() -> None:
-    """A worker reports room only while the request waits at the other of the two workers."""
+    """Each of two workers reports room only while the request waits at the other worker."""
     router = waiting()
     for worker in "edededed":
         other = "d" if worker == "e" else "e"
@@ -214,7 +214,7 @@ F = info_of("f", "decode")
 
 
 def migrating() -> Router:
-    """Return a router. Request 1 runs on d, which drains; its next worker is e."""
+    """Return a router. Request 1 runs on d, which drains; the request is to move to e."""
     router = Router(D)
     router.arrive()
     router.step("d", 1, 0)
@@ -241,7 +241,7 @@ def test_live_migration_gets_another_destination_at_once(trouble: str) -> None:
 
 @pytest.mark.parametrize("trouble", ["draining", "suspect"])
 def test_live_migration_without_another_destination_is_withdrawn(trouble: str) -> None:
-    """The request stays on d until a worker is usable, and then moves there."""
+    """The request stays on d until another worker is usable, and then moves to that worker."""
     router = migrating()
     commands = router(Draining("e")) if trouble == "draining" else router.wait(2.5, "d")
     assert commands == [Drop("e", 1, 2)]

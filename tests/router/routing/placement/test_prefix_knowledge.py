@@ -63,7 +63,7 @@ def test_placed_prompt_counts_until_its_worker_has_reported_the_blocks() -> None
     dispatcher.handle(Stepped("a", columns_of([token])), 1.0)
     dispatcher.handle(Stepped("a", columns_of([])), 1.0)
     assert placed(dispatcher, request(2, 1, 2, 3), now=1.0 + KEPT_SECONDS / 2) == "a"
-    # By then, the worker has reported no blocks, so it is assumed to have dropped them.
+    # Until `late`, the worker reports no blocks, so the router assumes that they were dropped.
     late = 1.1 + KEPT_SECONDS
     knowledge = dispatcher._placer._prefixes
     dispatcher.handle(Stepped("a", columns_of([NewToken(2, 1, 0, 0, 50, Finish.LENGTH)])), 1.0)

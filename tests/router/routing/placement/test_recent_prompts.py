@@ -10,7 +10,7 @@ from penstock.router.routing.prefix_cache.worker_slots import WorkerSlots
 
 
 def chain(fork: int, length: int, branch: int) -> list[int]:
-    """Return block hashes; all branches share the first `fork` of them."""
+    """Return the block hashes of a prompt; the first `fork` hashes are equal in all branches."""
     own = 10_000 * (10 * fork + branch)
     # The hash 0 is reserved for `START`.
     return [*range(1, fork + 1), *range(own + fork, own + length)][:length]

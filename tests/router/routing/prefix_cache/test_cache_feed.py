@@ -185,7 +185,7 @@ def test_lost_worker_has_no_blocks_and_its_late_events_are_ignored() -> None:
 
 @dataclass
 class Channel:
-    """A router's feed of the worker, with the messages on their way to it."""
+    """A router's cache feed of the worker, and the messages that the feed has not read."""
 
     index: PrefixIndex = field(default_factory=PrefixIndex)
     feed: CacheFeed = field(init=False)

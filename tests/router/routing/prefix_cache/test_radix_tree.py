@@ -131,7 +131,7 @@ TestTree.settings = settings(max_examples=80, stateful_step_count=30, deadline=N
 
 @given(st.lists(lengths, min_size=1, max_size=40), lengths)
 def test_workers_of_equal_extent_take_one_entry(extents: list[int], length: int) -> None:
-    """If many workers have different parts of a run of blocks, a match still reads few entries."""
+    """All workers that hold the same number of leading blocks of a run share one entry."""
     index, prompt = PrefixIndex(), PROMPTS[0]
     index.store("all", prompt, START)
     for number, extent in enumerate(extents):

@@ -11,7 +11,7 @@ from penstock.router.routing.queue.tenant_quotas import LARGEST_FRACTION, Amount
 
 
 class Admission:
-    """A queue with the calls that the dispatcher makes."""
+    """Adds requests to a queue as the dispatcher does, and records the waiting requests."""
 
     def __init__(self, bounds: Amount) -> None:
         self.bounds = bounds

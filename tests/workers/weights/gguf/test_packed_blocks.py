@@ -67,7 +67,7 @@ def packed_linears(decoder: Decoder) -> Iterator[tuple[tuple[str, ...], Linear, 
 
 
 def matrices(decoder: Decoder) -> dict[str, Tensor]:
-    """Return the weights that stay packed, dequantized, by their tensor names."""
+    """Dequantize the weights that stay packed; return them by their tensor names."""
     found: dict[str, Tensor] = {}
     for names, linear, packed in packed_linears(decoder):
         rows = torch.split(packed.matrix.dequantize(), linear.module_sizes(names))
@@ -117,8 +117,8 @@ def test_products_are_those_of_the_dequantized_weights(
         if bias is not None:
             expected, sizes = expected + bias.double(), sizes + bias.abs().double()
         # Each term is rounded once as a product, once when it is multiplied by the scale, at most
-        # once for each input that is added, and once for the bias. Each rounding changes it by a
-        # factor of at most 1 + 2^-24.
+        # once for each input that is added, and once for the bias. Each rounding changes the term
+        # by a factor of at most 1 + 2^-24.
         count = matrix.shape[1] + 3
         bound = count * 2.0**-24 / (1 - count * 2.0**-24) * sizes
         assert ((product(x).double() - expected).abs() <= bound).all(), names
@@ -134,7 +134,7 @@ def test_greedy_answers_are_those_of_the_dequantized_file(
         pytest.skip("needs AVX-512")
     path = make_gguf(tmp_path / "m", family, kind)
     engines = [engine(path, name, deterministic) for name in ("none", "float")]
-    # Both forms have the same weights, so only bitwise identical KV tells them apart.
+    # Both forms have the same weights: layouts differ only if KV must be bitwise identical.
     assert (engines[0].layout != engines[1].layout) == deterministic
     random = torch.Generator().manual_seed(5)
     for _ in range(2):

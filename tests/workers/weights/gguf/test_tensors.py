@@ -135,10 +135,10 @@ def test_quantized_file_loads_what_the_gguf_package_dequantizes(
     kind: str, wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_gguf(wide, tmp_path / "m.gguf", kind_function(kind))
-    # Several chunks, of which the last one is smaller.
+    # Tensors are loaded in several chunks, of which the last one is smaller.
     monkeypatch.setattr(gguf_tensors, "CHUNK_ITEMS", 100 * 256)
     found = weights(path)
-    # `stored_tensors` gives the found weights the names and the order of rows of a file.
+    # `stored_tensors` gives the loaded weights the names and the row order of a GGUF file.
     config = json.loads((wide / "config.json").read_text())
     renamed = stored_tensors("llama", config, found)
     expected = oracle(wide, path)
@@ -180,7 +180,7 @@ def test_no_more_than_a_chunk_is_dequantized_at_once(
         return DEQUANTIZE[dtype](blocks)
 
     monkeypatch.setattr(gguf_tensors, "dequantize", dequantize)
-    # 64 rows: one attention head has so many.
+    # 64 rows, as many as one attention head has.
     monkeypatch.setattr(gguf_tensors, "CHUNK_ITEMS", 64 * 256)
     weights(path)
     assert max(sizes) == 64 * 256

@@ -41,7 +41,7 @@ def demand(request: int = 1, num_tokens: int = 10, **fields: object) -> Demand:
 
 
 def hashes(key: int | None) -> Mapping[int, Sequence[int]]:
-    """Return the block hashes of a prompt with this key, or none without a key."""
+    """Return the block hashes of a prompt with this key; if the key is None, no hashes."""
     return {16: [] if key is None else [key]}
 
 
