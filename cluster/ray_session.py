@@ -124,16 +124,24 @@ class RaySession:
         for name in UNUSED_PROCESSES:
             setattr(ray_node.Node, name, _start_nothing)
         ray_services.get_node = self._wait_for_node
+        try:
+            self._init_local(self._folder)
+        finally:
+            ray_services.get_node = _get_node
+        self._vital = [
+            each for each in self._descendants.alive() if process_name(each) in VITAL_PROCESSES
+        ]
+
+    def _init_local(self, folder: Path) -> None:
         ray.init(
             address="local",
             # Ray makes this folder world-writable, so it must be inside a private folder.
-            _temp_dir=str(self._folder / "ray"),
+            _temp_dir=str(folder / "ray"),
             object_store_memory=OBJECT_STORE_BYTES,
             include_dashboard=False,
             log_to_driver=False,
             logging_level=logging.ERROR,
         )
-        self._vital = [each for each in self._descendants.alive() if each.name() in VITAL_PROCESSES]
 
     def _start_process(
         self, command: Sequence[str], env: Mapping[str, str], **options: Any
@@ -152,7 +160,7 @@ class RaySession:
         Replaces a function that Ray calls for only 30 s, which is too short on a busy machine.
 
         Raises:
-            OSError: the raylet has ended.
+            OSError: the raylet or the GCS server has ended.
             RuntimeError: the node is not registered after `SECONDS_TO_START`.
         """
         deadline = time.monotonic() + SECONDS_TO_START
@@ -160,8 +168,10 @@ class RaySession:
             try:
                 return _get_node(gcs_address, node_id)
             except RuntimeError as error:
-                if not any(each.name() == "raylet" for each in self._descendants.alive()):
-                    raise OSError("the raylet ended during its start") from error
+                alive = {process_name(each) for each in self._descendants.alive()}
+                for name in VITAL_PROCESSES:
+                    if name not in alive:
+                        raise OSError(f"{name} ended during its start") from error
                 if time.monotonic() >= deadline:
                     raise
             time.sleep(SECONDS_BETWEEN_CALLS)
@@ -183,6 +193,13 @@ class RaySession:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             remove_unused_marks(marks_path())
+
+
+def process_name(process: psutil.Process) -> str:
+    """Return the name of a process, or "" if the process has ended."""
+    with suppress(psutil.NoSuchProcess):
+        return process.name()
+    return ""
 
 
 def _start_nothing(node: ray_node.Node, **_: object) -> None:

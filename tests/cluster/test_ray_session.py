@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+import psutil
 import pytest
 
 from penstock.cluster import ray_session
@@ -13,6 +14,8 @@ class Process:
     title: str
 
     def name(self) -> str:
+        if self.title == "ended":
+            raise psutil.NoSuchProcess(1)
         return self.title
 
 
@@ -20,7 +23,7 @@ class Process:
 class Children:
     """The child processes that a session sees."""
 
-    names: list[str] = field(default_factory=lambda: ["gcs_server", "raylet"])
+    names: list[str] = field(default_factory=lambda: ["ended", "gcs_server", "raylet"])
 
     def alive(self) -> list[Process]:
         return [Process(name) for name in self.names]
@@ -55,11 +58,14 @@ def test_slow_raylet_is_awaited(children: Children, monkeypatch: pytest.MonkeyPa
     assert registry.calls == 1000
 
 
-def test_ended_raylet_is_not_awaited(children: Children, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["raylet", "gcs_server"])
+def test_node_is_not_awaited_after_a_process_has_ended(
+    name: str, children: Children, monkeypatch: pytest.MonkeyPatch
+) -> None:
     registry = Registry(1000)
     monkeypatch.setattr(ray_session, "_get_node", registry.get_node)
-    children.names.remove("raylet")
-    with pytest.raises(OSError, match="the raylet ended"):
+    children.names.remove(name)
+    with pytest.raises(OSError, match=f"{name} ended"):
         RaySession(None)._wait_for_node("gcs", "n1")
     assert registry.calls == 1
 

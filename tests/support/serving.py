@@ -1,6 +1,7 @@
 """Run `penstock serve` as a process with its own process group and temporary folder."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -169,9 +170,15 @@ def _title(process: psutil.Process) -> str:
     return ""
 
 
+PROBE_NAME = re.compile("[a-z0-9_]{8}")
+"""Names of such files, see `tempfile`."""
+
+
 def _is_probe(path: Path) -> bool:
     """Return whether Python wrote this file only to find out if it can write to the folder.
 
     Python deletes such a file at once, unless the process is killed at that moment.
     """
-    return path.is_file() and path.read_bytes() in (b"", b"blat")
+    with suppress(FileNotFoundError, IsADirectoryError):
+        return PROBE_NAME.fullmatch(path.name) is not None and path.read_bytes() in (b"", b"blat")
+    return False

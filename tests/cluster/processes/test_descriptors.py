@@ -5,13 +5,17 @@ import pytest
 
 PROGRAM = """
 import os, resource, sys
+def table_size():
+    [line] = [each for each in open("/proc/self/status") if each.startswith("FDSize")]
+    return line.split()[1]
+inherited = table_size()
 from penstock.cluster.processes.descriptors import reserve_descriptors
 limit = int(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
 before = os.listdir("/proc/self/fd")
 reserve_descriptors()
 assert len(os.listdir("/proc/self/fd")) == len(before), "no descriptor is left open"
-print(*(line.split()[1] for line in open("/proc/self/status") if line.startswith("FDSize")))
+print(inherited, table_size())
 """
 
 
@@ -20,4 +24,6 @@ print(*(line.split()[1] for line in open("/proc/self/status") if line.startswith
 def test_descriptor_table_is_grown_to_its_final_size(limit: int, size: int) -> None:
     command = [sys.executable, "-c", PROGRAM, str(limit)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert int(done.stdout) == size
+    # The table never shrinks, and a process inherits it from a parent that has many descriptors.
+    inherited, grown = map(int, done.stdout.split())
+    assert grown == max(size, inherited)
