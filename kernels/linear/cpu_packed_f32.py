@@ -52,7 +52,7 @@ def supports_packed_f32(weight: Tensor) -> bool:
 class PackedLinearF32:
     """A float32 linear layer with its weights in panels."""
 
-    panels: Floats = field(repr=False)  # [P, depth, 48], flat; rows past `num_inputs` are zero
+    panels: Floats = field(repr=False)  # [P, depth, 48], flattened; rows past `num_inputs` are zero
     bias: Floats = field(repr=False)  # [at least P * 48], zero past `num_outputs`
     num_inputs: int
     num_outputs: int

@@ -31,7 +31,7 @@ from penstock.kernels.linear.quantize_blocks import BLOCK_INPUTS, quantize_per_b
 UNIT_INPUTS = 8
 """Inputs whose codes are in one word of 32 bits."""
 
-_ROWS_AT_ONCE = 256  # bounds the memory of temporary copies
+_ROWS_AT_ONCE = 64  # the temporary copies stay in the L2 cache
 
 
 def has_int4_loops() -> bool:
@@ -52,19 +52,24 @@ def supported_group(num_inputs: int, group_inputs: int) -> int | None:
         return None
     if group_inputs >= num_inputs:
         return num_inputs + -num_inputs % BLOCK_INPUTS
+    return group_inputs if divides_blocks(group_inputs) else None
+
+
+def divides_blocks(group_inputs: int) -> bool:
+    """Return whether groups of this size divide blocks of 256 inputs, or are whole blocks."""
     if group_inputs % BLOCK_INPUTS == 0:
-        return group_inputs
-    fits = BLOCK_INPUTS % group_inputs == 0 and group_inputs % UNIT_INPUTS == 0
-    return group_inputs if fits else None
+        return True
+    return BLOCK_INPUTS % group_inputs == 0 and group_inputs % UNIT_INPUTS == 0
 
 
 @dataclass(frozen=True, slots=True)
 class PackedLinearInt4:
     """A linear layer with 4-bit weights in panels of 48 outputs, for quantized activations."""
 
-    codes: npt.NDArray[np.uint8] = field(repr=False)  # flat; [P, K / 8, 48] words, see `_words`
-    scales: npt.NDArray[np.float32] = field(repr=False)  # flat; [P, G, 48]
-    zeros: npt.NDArray[np.uint8] = field(repr=False)  # flat; [P, G, 48]
+    # [P, K / 8, 48] words, flattened; see `_words`
+    codes: npt.NDArray[np.uint8] = field(repr=False)
+    scales: npt.NDArray[np.float32] = field(repr=False)  # [P, G, 48], flattened
+    zeros: npt.NDArray[np.uint8] = field(repr=False)  # [P, G, 48], flattened
     bias: npt.NDArray[np.float32] = field(repr=False)  # [P * 48], zero past `num_outputs`
     num_inputs: int
     num_outputs: int
@@ -116,12 +121,13 @@ def _words(codes: Tensor) -> Tensor:
 
     Byte i of a word has the codes of inputs i and i + 4 in bits 0-3 and 4-7.
     """
-    words = torch.empty(len(codes), codes.shape[1] // 4, dtype=torch.int32)
-    for rows, out in zip(
-        torch.split(codes, _ROWS_AT_ONCE), torch.split(words, _ROWS_AT_ONCE), strict=True
-    ):
-        values = torch.stack((rows & 15, rows >> 4), -1).view(len(rows), -1, 2, 4)
-        out.view(torch.uint8).view(len(rows), -1, 4)[:] = values[:, :, 0] | (values[:, :, 1] << 4)
+    words = codes.contiguous().view(torch.int32).clone()
+    for rows in torch.split(words, _ROWS_AT_ONCE):
+        lower, upper = rows & 0xFFFF, (rows >> 16) & 0xFFFF  # four codes each
+        for half in (lower, upper):
+            half.bitwise_or_(half << 8).bitwise_and_(0x00FF00FF)
+            half.bitwise_or_(half << 4).bitwise_and_(0x0F0F0F0F)  # one code per byte
+        torch.bitwise_or(lower, upper << 4, out=rows)
     return words
 
 

@@ -46,7 +46,7 @@ def has_int8_loops() -> bool:
 class PackedLinearInt8:
     """An INT8 linear layer with its weights in tiles."""
 
-    tiles: npt.NDArray[np.uint8] = field(repr=False)  # flat; [blocks, steps, 4, 16, 16, 4]
+    tiles: npt.NDArray[np.uint8] = field(repr=False)  # [blocks, steps, 4, 16, 16, 4], flattened
     shifts: npt.NDArray[np.int32] = field(repr=False)  # [blocks * 64] -128 * sum of each weight row
     scales: Floats = field(repr=False)  # [blocks * 64], one per weight row; zero past `num_outputs`
     bias: Floats = field(repr=False)  # [blocks * 64], zero past `num_outputs`

@@ -254,10 +254,11 @@ class DequantizingLinear:
     """
 
     kind: Kind
-    codes: npt.NDArray[np.uint8] = field(repr=False)  # flat; [P, U, 48] units of `_units`
-    scales: npt.NDArray[np.float32] = field(repr=False)  # flat; [P, G, 48], see `_scales`
-    zeros: npt.NDArray[np.uint8] = field(repr=False)  # flat; [P, G, 48]; empty without zero points
-    groups: npt.NDArray[np.int32] = field(repr=False)  # flat; [2, K], see `_with_ends`
+    codes: npt.NDArray[np.uint8] = field(repr=False)  # [P, U, 48] units of `_units`, flattened
+    scales: npt.NDArray[np.float32] = field(repr=False)  # [P, G, 48], flattened; see `_scales`
+    # [P, G, 48], flattened; empty without zero points
+    zeros: npt.NDArray[np.uint8] = field(repr=False)
+    groups: npt.NDArray[np.int32] = field(repr=False)  # [2, K], flattened; see `_with_ends`
     bias: npt.NDArray[np.float32] = field(repr=False)  # [P * 48], zero past `num_outputs`
     num_outputs: int
 
@@ -328,9 +329,10 @@ def pack_quantized(
 
 
 def _integer_group(matrix: QuantizedMatrix) -> int | None:
-    """Return the inputs per group for `pack_int4_panels`; None if it does not support the matrix.
+    """Return the number of inputs per group for `pack_int4_panels`.
 
-    With act-order, groups are not ranges of inputs.
+    Return None if that function does not support the matrix. It does not support act-order, where a
+    group is not a range of successive inputs.
     """
     if matrix.kind != "int4" or not has_int4_loops():
         return None
@@ -367,7 +369,7 @@ def _scales(matrix: QuantizedMatrix) -> Tensor:
 
 
 def _with_ends(groups: Tensor) -> npt.NDArray[np.int32]:
-    """Return a flat [2, K] array: each input's group, then the end of its run of equal groups."""
+    """Return [2, K], flattened: each input's group, then the end of its run of equal groups."""
     _, lengths = torch.unique_consecutive(groups, return_counts=True)
     ends = lengths.cumsum(0).repeat_interleave(lengths)
     return torch.cat((groups, ends.to(torch.int32))).numpy()

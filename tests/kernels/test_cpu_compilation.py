@@ -15,9 +15,16 @@ import torch
 from penstock.kernels import cpu_compilation
 from penstock.kernels.cpu_common.cpu_features import has_avx512
 from penstock.kernels.cpu_common.numba_runtime import Entry, entry, has_numba, load_entries
-from penstock.kernels.cpu_compilation import CpuKernelLoader, KernelGroup, required_groups
+from penstock.kernels.cpu_compilation import (
+    CpuKernelLoader,
+    KernelGroup,
+    Products,
+    required_groups,
+)
 
 pytestmark = pytest.mark.skipif(not has_numba(), reason="numba is not installed")
+
+INT8: tuple[Products, ...] = ("int8",)
 
 
 class SharedCache:
@@ -168,6 +175,6 @@ def test_required_groups_depend_on_device_and_dtypes() -> None:
     wide = required_groups(cpu, torch.float32, torch.float32, (), True)
     names = [each.name for each in wide]
     assert {"attention-float32", "rotary-float32", "noise", "norms"} < set(names)
-    narrow = required_groups(cpu, torch.float32, torch.bfloat16, ("int8",), False)
+    narrow = required_groups(cpu, torch.float32, torch.bfloat16, INT8, False)
     assert "attention-bfloat16" in [each.name for each in narrow]
     assert not any(each.name.startswith("program") for each in narrow)

@@ -53,6 +53,7 @@ from penstock.workers.rank.kv_cache_size import choose_num_blocks
 from penstock.workers.scheduling.config import SchedulerConfig
 from penstock.workers.weights.gguf.packed_blocks import has_packable_blocks, keeps_blocks
 from penstock.workers.weights.loading import choose_dtype, load
+from penstock.workers.weights.quantized_method import has_int4_groups
 from penstock.workers.weights.sharding import kv_heads
 
 ProgressCallback = Callable[[int, int], None]
@@ -241,9 +242,11 @@ def _loop_groups(config: WorkerConfig, device: torch.device) -> list[KernelGroup
         return []
     single_rank = config.coord.mesh.num_ranks == 1
     schemes = [] if quantization is None else [rule.scheme for rule in quantization.rules]
-    products = {_products(scheme) for scheme in schemes} | _online_products(config.quantization)
+    products = _online_products(config.quantization).union(*map(_products, schemes))
     if "int4" in products and not has_int4_products(device, dtype):
         products = products - {"int4"} | {"weight-only"}
+    if "int4" in products and not single_rank:
+        products.add("weight-only")  # for ranks whose inputs begin inside a group
     keeps = keeps_blocks(
         config.model, config.quantization, config.deterministic, device, dtype
     ) and has_packable_blocks(config.model)
@@ -252,11 +255,11 @@ def _loop_groups(config: WorkerConfig, device: torch.device) -> list[KernelGroup
     return required_groups(device, dtype, form.dtype, products, single_rank, experts)
 
 
-def _products(scheme: WeightScheme) -> Products:
+def _products(scheme: WeightScheme) -> set[Products]:
     """Return the kind of products of a quantized checkpoint, on a CPU that has all kinds."""
     if scheme.allows_int8_products:
-        return "int8"
-    return "int4" if scheme.bits == 4 and scheme.activations == "int8" else "weight-only"
+        return {"int8"}
+    return {"int4"} if has_int4_groups(scheme) else {"weight-only"}
 
 
 def _online_products(quantization: str) -> set[Products]:

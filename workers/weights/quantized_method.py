@@ -2,12 +2,13 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from penstock.kernels.linear.cpu_packed_int4 import divides_blocks
 from penstock.kernels.linear.op import int8_unsupported_reason, pack_int8_matrix
 from penstock.kernels.linear.quantized import (
     QuantizedMatrix,
@@ -135,11 +136,13 @@ def quantized_modules(
     for names, linear in whole.linears():
         sizes = linear.module_sizes(names)
         schemes = [_scheme_of(spec, name, entries) for name in names]
-        if len(set(schemes)) > 1:
-            raise UnsupportedModel(
-                f"{names[0]} is {_described(schemes[0])}, but other modules of the same product "
-                f"({', '.join(names[1:])}) are not: they must be quantized alike"
-            )
+        for other, scheme in zip(names, schemes, strict=True):
+            if scheme != schemes[0]:
+                raise UnsupportedModel(
+                    f"{names[0]} is {_described(schemes[0])}, but {other} is {_described(scheme)}"
+                    f"{_unnamed_difference(schemes[0], scheme)}: "
+                    "modules that are fused into one matrix product must have the same quantization"
+                )
         for name, size, scheme in zip(names, sizes, schemes, strict=True):
             if scheme is not None:
                 table = "weight_g_idx" if scheme.storage == "packed" else "g_idx"
@@ -182,6 +185,15 @@ def _optional(
     return {} if suffix is None or entry is None else {suffix: entry.shape}
 
 
+def _unnamed_difference(one: WeightScheme | None, other: WeightScheme | None) -> str:
+    """Return the fields in which two schemes differ, if their names do not show the difference."""
+    if one is None or other is None or one.name != other.name:
+        return ""
+    names = [each.name for each in fields(one)]
+    differing = [name for name in names if getattr(one, name) != getattr(other, name)]
+    return f" with another {' and '.join(differing)}"
+
+
 def _described(scheme: WeightScheme | None) -> str:
     return "not quantized" if scheme is None else scheme.name
 
@@ -222,6 +234,13 @@ def assign_methods(
             stack.method = mxfp4_stack_method(modules[name], stack, regions.get(name, ()))
 
 
+def has_int4_groups(scheme: WeightScheme) -> bool:
+    """Return whether 4-bit weights and INT8 activations have a product of integers on some CPU."""
+    if scheme.bits != 4 or scheme.activations != "int8" or scheme.act_order:
+        return False
+    return scheme.group_size <= 0 or divides_blocks(scheme.group_size)
+
+
 def method_names(modules: Mapping[str, QuantizedModule]) -> str:
     """Return the names of all linear methods of a model, joined by commas; "float" if none."""
     return ", ".join(sorted({module.scheme.name for module in modules.values()})) or "float"
@@ -232,14 +251,14 @@ def log_weight_only(
 ) -> None:
     """Log a warning if no kernel multiplies quantized activations that a checkpoint requests."""
     schemes = {module.scheme for module in modules.values()}
-    has_int8 = {
-        8: not int8_unsupported_reason(device, dtype),
-        4: has_int4_products(device, dtype),
-    }
+    has_int8 = not int8_unsupported_reason(device, dtype)
+    has_int4 = has_int4_products(device, dtype)
     lacking = sorted(
         each.activations
         for each in schemes
-        if each.activations and not (each.activations == "int8" and has_int8.get(each.bits))
+        if each.activations
+        and not (each.activations == "int8" and each.bits == 8 and has_int8)
+        and not (has_int4_groups(each) and has_int4)
     )
     if lacking:
         log.warning(

@@ -1,5 +1,6 @@
 """A ready worker has loaded the compiled loops for its form of weights, and no others."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ from penstock.kernels.linear import cpu_packed_int8
 from penstock.kernels.linear.cpu_packed_f32 import has_avx512
 from penstock.kernels.linear.cpu_packed_int4 import has_int4_loops
 from penstock.workers.config import WorkerConfig
-from penstock.workers.rank.rank_runtime import _loop_groups
+from penstock.workers.models.weight_scheme import WeightScheme
+from penstock.workers.rank.rank_runtime import _loop_groups, _products
 from tests.support.gguf_files import make_gguf
 from tests.support.quantized import FORMS, make_quantized
 from tests.support.tiny import tiny_checkpoint
@@ -67,3 +69,12 @@ def test_gguf_files_load_the_loops_of_blocks_that_stay_packed(
     kind: str, quantization: str, expected: set[str], tmp_path: Path
 ) -> None:
     assert loaded(make_gguf(tmp_path / "m", "llama2", kind), quantization) == expected
+
+
+@pytest.mark.parametrize(("group", "act_order"), [(96, False), (128, True)])
+def test_unsupported_groups_with_int8_activations_load_weight_only_loops(
+    group: int, act_order: bool
+) -> None:
+    scheme = WeightScheme("packed", 4, group, act_order=act_order, activations="int8")
+    assert _products(scheme) == {"weight-only"}
+    assert _products(replace(scheme, group_size=128, act_order=False)) == {"int4"}

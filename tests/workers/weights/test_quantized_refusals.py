@@ -21,7 +21,8 @@ from tests.support.quantized import FORMS, make_quantized
 
 CPU = torch.device("cpu")
 Tensors = dict[str, torch.Tensor]
-Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"
+Q, K = (f"model.layers.0.self_attn.{name}_proj" for name in "qk")
+DOWN = "model.layers.1.mlp.down_proj"
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +123,11 @@ def test_wrong_tensors_are_named(
             {"group_size": 128},
             "has 192 inputs, which is not a multiple of the group size 128",
         ),
-        ("packed-4-groups", {"ignore": ["lm_head", Q]}, f"{Q} is not quantized, but other modules"),
+        (
+            "packed-4-groups",
+            {"ignore": ["lm_head", Q]},
+            f"{Q} is not quantized, but {K} is packed int4 groups of ",
+        ),
         (
             "fp8-blocks",
             {"modules_to_not_convert": [DOWN]},
@@ -135,6 +140,18 @@ def test_configuration_of_other_tensors_is_refused(
 ) -> None:
     folder = changed(made[name], tmp_path, same, **config)
     with pytest.raises((BadCheckpoint, UnsupportedModel), match=message):
+        load_model(folder, "auto", CPU)
+
+
+def test_fused_modules_with_different_activations_are_refused(
+    made: dict[str, Path], tmp_path: Path
+) -> None:
+    [group] = quantization_config(made["packed-4-groups"])["config_groups"].values()
+    other = {**group, "targets": ["re:.*k_proj"]}
+    other["input_activations"] = {"num_bits": 8, "type": "int", "symmetric": True}
+    groups = {"group_0": other, "group_1": group}
+    folder = changed(made["packed-4-groups"], tmp_path, same, config_groups=groups)
+    with pytest.raises(UnsupportedModel, match=f"but {K} is .* with another activations: modules"):
         load_model(folder, "auto", CPU)
 
 
@@ -200,7 +217,7 @@ def test_four_bit_weights_with_int8_activations_use_products_of_integers_if_the_
     for (_, one), (_, other) in zip(decoder.linears(), weight_only.linears(), strict=True):
         if isinstance(other.packed, DequantizingLinear):
             assert isinstance(one.packed, PackedLinearInt4) == has_int4_loops()
-            if one.packed.num_inputs == 192:
+            if other.packed.num_inputs == 192:
                 ours, expected = one(x), other(x)
                 assert (ours - expected).norm() < 0.02 * expected.norm()
     assert any("weight-only" in each.message for each in caplog.records) != has_int4_loops()
