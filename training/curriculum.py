@@ -13,7 +13,8 @@ from training.tasks import FAMILIES
 
 _NUM_QUESTIONS = 48
 # A family without wrong answers keeps half of its weight.
-# When families kept only a fifth of their weight, the models forgot stories and products.
+# When such families kept only a fifth of their weight, the models got worse at the question
+# families about stories and multiplication.
 _KEPT, _ADDED = 0.5, 2.0
 
 

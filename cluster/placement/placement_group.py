@@ -94,9 +94,9 @@ class Reservation:
         return group
 
     async def is_lost(self) -> bool:
-        """Return True if the placement group has no nodes.
+        """Return True if the placement group is not completely placed.
 
-        Ray has then not placed the group yet, or one of its nodes has died.
+        Ray has then not placed it yet, or one of its nodes has died.
         """
         assert self.group is not None
         found = await asyncio.to_thread(placement_group_table, self.group)

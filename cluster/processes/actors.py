@@ -272,7 +272,7 @@ class RouterActor(_ProcessActor):
         self._drain_task: asyncio.Task[None] | None = None
 
     async def start(self, config: "RouterConfig") -> tuple[str, str, str]:
-        """Start the router and return its HTTP, gRPC and operators' addresses.
+        """Start the router and return the addresses of its HTTP, gRPC and operators' ports.
 
         Raises:
             ActorFailed: the router could not be started.

@@ -243,7 +243,8 @@ def attend_many_rows(
 def _largest(tiles: Ints) -> tuple[int, int]:
     """Return the largest number of tokens of a tile, and an upper bound of all context lengths.
 
-    The bound is the maximum over all tiles of number of tokens + context length of the first token.
+    The bound is the maximum, over all tiles, of the tile's number of tokens plus the context length
+    of its first token.
     """
     most_rows = most_seen = 0
     for number in range(len(tiles)):

@@ -191,8 +191,8 @@ def check_batch(
     lengths = np.diff(query_starts)
     if query_starts[0] != 0 or (lengths < 0).any():
         raise ValueError(
-            "query_starts: numbers that begin with 0 and never decrease expected, not "
-            f"{query_starts.tolist()!s:.80}"
+            f"query_starts is {query_starts.tolist()!s:.80}: expected a list that starts with 0 "
+            "and never decreases"
         )
     if (context_lens < lengths).any():
         b = int((context_lens < lengths).argmax())

@@ -62,7 +62,8 @@ class GatheredPlan:
     paged: CpuPagedPlan | None  # plan of the sequences that are read in place; None: no sequence
     decodes: list[_Decodes]
     chunks: list[_Chunk]
-    gathered: Tensor  # [largest number of pages, S W] scratch, reused for every batch and chunk
+    # [R, S W] scratch, reused for every batch and chunk; R is the largest length of their `blocks`.
+    gathered: Tensor
 
     @classmethod
     def of(

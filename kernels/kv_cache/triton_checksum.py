@@ -1,4 +1,4 @@
-"""Triton kernel that hashes the words of a checksum, and its launcher (see `checksum`)."""
+"""Triton kernel that hashes the 64-bit words of the data for `checksum`, and its launcher."""
 
 import torch
 from torch import Tensor
@@ -15,7 +15,10 @@ def _sum_words_kernel(
     num_words,  # n, number of words
     CHUNK: tl.constexpr,  # words of a chunk
 ):
-    """Add the term of a chunk's hash to `total`. Grid: [chunks]."""
+    """Hash one chunk, multiply the hash by the chunk's weights, and add the result to `total`.
+
+    The hash has one weight, and the upper half of the hash has another. Grid: [chunks].
+    """
     chunk = tl.program_id(0)
     within = tl.arange(0, CHUNK)
     offsets = chunk.to(tl.int64) * CHUNK + within

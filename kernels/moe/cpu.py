@@ -109,7 +109,10 @@ def topk_softmax(op: Longs, arena: Floats, ints: Longs, num_rows: int, me: int, 
 
 @inner()
 def _num_written(num_rows: int) -> int:
-    """Return the number of rows that a product of `num_rows` rows may access, with padding rows."""
+    """Return the number of rows that a matrix product of `num_rows` rows may read or write.
+
+    These are the `num_rows` rows and padding rows.
+    """
     if num_rows <= 1:
         return num_rows
     high = 8 if num_rows <= 16 else ALIGNMENT

@@ -62,9 +62,9 @@ _NOTHING = torch.empty(0)
 def _runs_on_cpu_kernel(x: Tensor, weight: Tensor) -> bool:
     """Return whether the numba loops support these tensors: float32 on a CPU.
 
-    The loops take half of torch's time or slightly more, and their results differ from torch's in
-    the last bits. The decision must therefore not depend on strides, because strides may change
-    with the number of rows.
+    The loops take half of torch's time, or slightly more than half. Their results differ from
+    torch's in the last bits. A row's result must not depend on the number of rows. The decision
+    must therefore not depend on strides, because strides may change with the number of rows.
     """
     plain = x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32
     return plain and x.shape[-1:] == weight.shape and x.numel() > 0 and has_numba()

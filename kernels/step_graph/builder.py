@@ -88,7 +88,10 @@ class GraphBuilder:
 
     def __init__(self, most_rows: int, cache: Tensor) -> None:
         if cache.dim() != 6 or not format_of(cache.dtype).array_dtype:
-            raise UnsupportedGraph(f"KV cache of shape {list(cache.shape)} and {cache.dtype}")
+            raise UnsupportedGraph(
+                f"the KV cache has the shape {list(cache.shape)} and the dtype {cache.dtype}: "
+                "expected 6 dimensions and a dtype that CPU loops support"
+            )
         self._rows = most_rows + -most_rows % ALIGNMENT
         self._cache = cache
         self._size = 0

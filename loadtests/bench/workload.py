@@ -156,7 +156,10 @@ def ordinary_tokens(vocab_size: int) -> range:
     """
     margin = max(8, vocab_size // 40)
     if vocab_size < 4 * margin:
-        raise ValueError(f"a vocabulary of {vocab_size} tokens is too small to draw prompts from")
+        raise ValueError(
+            f"a vocabulary of {vocab_size} tokens is too small to draw prompts from: expected at "
+            f"least {4 * margin}"
+        )
     return range(margin, vocab_size - margin)
 
 

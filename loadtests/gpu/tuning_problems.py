@@ -194,7 +194,8 @@ def _expert_problems(
         if is_small:
             if rows > SMALL_ROWS:
                 continue
-            # Keeps the mean number of rows per expert.
+            # `MOE_TOKENS` holds for 8 of 128 experts; this scaling gives the same mean number of
+            # rows per expert here.
             tokens = tokens * 8 * experts // (128 * top_k)
         default = asdict(tiles_for(dtype, tokens * top_k / experts, False))
         assert default["rows"] == rows

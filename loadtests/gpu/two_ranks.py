@@ -51,7 +51,9 @@ LOST_SECONDS = 3.0  # seconds for which a rank may continue after the other one 
 WEIGHTS_KEY = "the weights are written"
 LOADS = {"1 request": [Request(400, 64)], "32 requests": [Request(400, 64)] * 32}
 SMALL_LOADS = {"1 request": [Request(20, 6)], "3 requests": [Request(20, 6)] * 3}
-NUM_SINGLE = 3  # the deterministic engine also answers batches of 1 to this many requests
+NUM_SINGLE = 3
+"""Besides the whole last load, the deterministic engine answers its first 1, 2, ..., NUM_SINGLE
+requests as batches."""
 
 
 def absent(device: str) -> str:

@@ -43,7 +43,8 @@ _ROOT = Path(penstock.__file__).parent.parent
 _MODEL = Path(penstock.__file__).parent / "models" / "demo-small"
 _PROMPT = "Tell me a story."
 _TERMS = ("request", "step", "token")
-# Streams of the first load per stream of the second load. The second load gives the step cost.
+# In `loads_of`, the first load has this many times the streams of the second load. Both have the
+# same number of steps but different numbers of tokens, so the cost of a step can be computed.
 _STREAMS_OF_FEW = 16
 _BURSTS = 8  # number of bursts sent to measure the cost of a request
 
@@ -155,7 +156,9 @@ class Server:
             count += await self.load(self.address, load.streams, load.output_len)
         if count < load.num_tokens // 2:
             raise MeasurementFailed(
-                f"{count} replies came for {load.num_tokens} tokens: too many were merged"
+                f"{count} replies came for {load.num_tokens} tokens, expected at least "
+                f"{load.num_tokens // 2}: too many tokens were merged into one reply; run again on "
+                "an idle machine"
             )
         return cpu_seconds(self.pid) - before
 

@@ -49,7 +49,7 @@ class Run:
 
     submit: pb.Submit
     choice: int
-    position: int  # token index of the next token
+    position: int  # index in the answer of the next token
 
 
 class StubWorker(worker_pb2_grpc.WorkerServicer):

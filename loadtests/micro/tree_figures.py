@@ -105,7 +105,9 @@ async def measure_router(tree: SourceTree, amounts: Amounts) -> Figures:
                 num_tokens = amounts.streams * amounts.stream_tokens
                 if num_replies < num_tokens // 2:
                     raise MeasurementFailed(
-                        f"{num_replies} replies came for {num_tokens} tokens: too many were merged"
+                        f"{num_replies} replies came for {num_tokens} tokens, expected at least "
+                        f"{num_tokens // 2}: too many tokens were merged into one reply; run again "
+                        "on an idle machine"
                     )
                 figures[f"router_{api}"] = 1e6 * seconds / num_tokens
             return figures

@@ -30,10 +30,10 @@ PAUSE_PER_SECOND = 10.0
 
 
 class ConnectionGuard:
-    """Closes the newest connections of each address that has too many to a port.
+    """Closes an address's newest connections to a port when the address has too many.
 
-    In normal operation, a check is one system call: an address cannot have more connections than
-    this process has open file descriptors.
+    A thread checks this periodically. A check usually takes one system call: if this process has no
+    more open descriptors than the limit, no address can exceed the limit.
 
     Args:
         port: the number of the port, on which this process listens.
@@ -73,7 +73,9 @@ class ConnectionGuard:
         if num_descriptors() <= self._max_per_address:
             return
         known: dict[int, str] = {}
-        new: dict[int, int] = {}  # by inode, since another guard may hold a copy open
+        # Descriptor of each new socket, by inode: another guard may hold a duplicate descriptor of
+        # the same socket open.
+        new: dict[int, int] = {}
         for descriptor in map(int, os.listdir(DESCRIPTORS)):
             inode = _socket_inode(descriptor)
             if inode in self._known:

@@ -32,5 +32,5 @@ _FILTER = _LostCalls()
 
 
 def ignore_lost_calls() -> None:
-    """Log calls that end while their reply is being sent as DEBUG, not as ERROR."""
+    """Log at level DEBUG, instead of ERROR, each call that ends while its reply is being sent."""
     logging.getLogger(GRPC_LOGGER).addFilter(_FILTER)

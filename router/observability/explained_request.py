@@ -54,7 +54,7 @@ class ExplainedRequest:
         request: the request.
         tenant_name: name of the API key.
         arrived_at: seconds since 1970.
-        now: clock seconds of the arrival.
+        now: time of arrival, in seconds of the router's monotonic clock.
     """
 
     __slots__ = (

@@ -39,7 +39,7 @@ class History:
 
     Args:
         metrics: the totals of the router, from which the samples are computed.
-        now: clock seconds.
+        now: the time, in seconds of the router's monotonic clock.
     """
 
     def __init__(self, metrics: RequestMetrics, now: float) -> None:

@@ -29,7 +29,7 @@ class DecisionListener:
             placement: the chosen workers.
             demand: the properties of the request that the policy used.
             workers: all connected workers, also those that cannot take the request.
-            now: clock seconds.
+            now: the time, in seconds of the router's monotonic clock.
         """
 
     def changed(self, state: RequestState, now: float) -> None:

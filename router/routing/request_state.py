@@ -51,8 +51,8 @@ class RequestState(Submissions):
         # `Placer` sets the following attributes.
         self.decode_target: str | None = None  # next worker, once the current worker yields
         self.unfit_workers: set[str] = set()  # workers on which the request can never fit
-        self.arrived_at = 0.0  # time of arrival, in clock seconds
-        self.submitted_at = 0.0  # time of the last submission, in clock seconds
+        self.arrived_at = 0.0  # in seconds of the router's monotonic clock
+        self.submitted_at = 0.0  # time of the last submission, on the same clock
         self.num_rebalances = 0  # how often the request was taken back from a full worker
         # The running KV transfer: number of tokens and start time.
         self.transfer: tuple[int, float] | None = None

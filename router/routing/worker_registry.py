@@ -146,7 +146,7 @@ class WorkerRegistry:
 
         Args:
             busy_since: returns the time since which a worker has had runnable work, or None.
-            now: clock seconds.
+            now: the time, in seconds of the router's monotonic clock.
         """
         found = []
         for view in self._views.values():

@@ -202,7 +202,7 @@ class WorkerView:
 
         Args:
             load: the report.
-            now: clock seconds.
+            now: the time, in seconds of the router's monotonic clock.
             is_shared: whether another worker of the machine computes as well.
         """
         if load.num_steps != self.load.num_steps:

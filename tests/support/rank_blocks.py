@@ -40,7 +40,10 @@ def rectangles(mesh: Mesh, heads: int) -> list[LayerHeadRange]:
 
 
 class Blocks:
-    """The ranks of a worker; `heads` = 0 means MLA with one cache row per position."""
+    """The KV blocks of all ranks of a worker, and their transfer endpoints.
+
+    `heads` = 0 means MLA, with one cache row per position.
+    """
 
     def __init__(
         self, seed: int, mesh: Mesh, size: int, heads: int = 4, seconds: float = SECONDS

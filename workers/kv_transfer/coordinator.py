@@ -165,7 +165,10 @@ class KvTransfer:
             session.put(wire.ToRouter(failed=failed))
 
     async def _pin_lease(self, session: Session, command: wire.Send) -> OutgoingTransfer | None:
-        """Pin the lease's blocks; None if the lease is gone or has no positions after `have`."""
+        """Pin the blocks of the lease that `command` names.
+
+        Return None if the lease is gone, or if the destination already has all its positions.
+        """
         key, have = session.key(command.request, command.attempt), command.have
         held = session.held.get(key)
         if held is None or not have < held.kv_len:

@@ -28,7 +28,7 @@ class StackMethod(Protocol):
         ...
 
     def finish(self, stack: ExpertStack, packing: PackingOptions) -> None:
-        """Prepare the loaded weights of all experts for products."""
+        """Prepare the loaded weights of all experts for matrix multiplication."""
         ...
 
 

@@ -215,7 +215,9 @@ def empty_decoder(
     ranks: ParallelGroups = SINGLE_RANK,
     quantized: bool = False,
 ) -> Decoder:
-    """Create a decoder with uninitialised weights (on the `meta` device: shapes only).
+    """Create a decoder with uninitialised weights.
+
+    If `device` is `meta`, the weights have only shapes.
 
     Args:
         spec: spec of the whole model.

@@ -91,7 +91,8 @@ class TokenMasks:
         self.max_forced = max_forced
         self._rows: list[tuple[MaskProcessor, ...]] = [()] * num_rows
         self._min_tokens = np.zeros(num_rows, np.int64)
-        # False for beams, because the beam search replaces their logs
+        # Per row: False if the row is a beam, because the beam search replaces the beam's token log
+        # (prompt and answer so far).
         self._keeps_log = np.zeros(num_rows, np.bool_)
         self._until = np.zeros(num_rows, np.int64)  # answer index from which a row has no mask
         # answer index from which a row's mask depends on its tokens

@@ -62,8 +62,8 @@ class ClusterPlan:
     ttft_slo_seconds: float = 0.0  # SLO of the router's queue order; 0 means order of arrival
     router: RouterLimits | None = None  # None means an unbounded queue with `ttft_slo_seconds`
     single_steps: bool = False  # whether every step is a separate event
-    # Whether routers learn step times. The results change slightly, because a fast-forward reports
-    # only the mean time of its steps.
+    # Whether workers report step times to the routers. This changes the results slightly, compared
+    # with `single_steps`: steps that are simulated as one event report only their mean time.
     reports_step_seconds: bool = False
     # Whether all workers share the cores of one machine (see `Timing.sharing`).
     is_one_machine: bool = False

@@ -61,7 +61,11 @@ class Network:
         return self._cut.get(way, 0.0)
 
     def add_message_fault(self, way: Way, how: str, seconds: float) -> None:
-        """Apply a fault to the next message on this path that does not have a fault yet."""
+        """Queue a fault for a path.
+
+        Each later message on the path takes the oldest queued fault. Messages of `post`, and of
+        pipes that are not faulty, take none.
+        """
         self._message_faults[way].append(MessageFault(how, seconds))
 
     def take_message_fault(self, way: Way) -> "MessageFault":

@@ -61,10 +61,11 @@ class _Architecture:
 
 
 def _full_attention(reader: _Reader, values: Values) -> Values:
-    """Return whether the layers of a Llama or Qwen model have biases.
+    """Return a Llama or Qwen model's configuration values: whether attention and MLP have biases.
 
     Raises:
-        UnsupportedModel: a sliding window is shorter than the context.
+        UnsupportedModel: the model does not use full attention, because its sliding window is
+            shorter than the context.
     """
     window = reader.count("attention.sliding_window")
     if 0 < window < values["max_position_embeddings"]:

@@ -76,7 +76,10 @@ class GgufArray:
             try:
                 found.append(self._data[position : position + size].decode())
             except UnicodeDecodeError:
-                raise self._wrong(f"has a string that is not UTF-8 at index {index}") from None
+                raise BadCheckpoint(
+                    f"{self._path}: item {index} of {self._key} is not UTF-8 text: copy or "
+                    "download the file again"
+                ) from None
             position += size
         return found
 

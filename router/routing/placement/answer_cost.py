@@ -104,7 +104,7 @@ class AnswerRate:
 
         Args:
             load: the report.
-            now: clock seconds.
+            now: the time, in seconds of the router's monotonic clock.
             is_shared: whether another worker of the machine computes as well.
         """
         last, self._last = self._last, load
@@ -162,7 +162,7 @@ class AnswerRate:
         Args:
             num_running: sequences of this worker.
             is_shared: whether another worker of the machine computes as well.
-            now: clock seconds.
+            now: the time, in seconds of the router's monotonic clock.
             steps: the measured step times: those of this worker, or of another worker if this
                 worker has none.
         """
@@ -178,7 +178,7 @@ class AnswerRate:
         Args:
             num_running: sequences in each step.
             is_shared: whether another worker of the machine computes as well.
-            now: clock seconds.
+            now: the time, in seconds of the router's monotonic clock.
             stall_seconds: time to compute the waiting prompts, which delays the answers.
         """
         step = self.model(is_shared).seconds(num_running)
@@ -194,7 +194,7 @@ def prefers_one_worker(rates: Sequence[AnswerRate], num_running: Sequence[int], 
     Args:
         rates: the workers of one machine.
         num_running: the sequences of each of these workers.
-        now: clock seconds.
+        now: the time, in seconds of the router's monotonic clock.
 
     Returns:
         True if one worker is faster by at least `MIN_GAIN`; False if the times are unknown.

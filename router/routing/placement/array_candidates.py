@@ -33,7 +33,7 @@ class ArrayCandidates:
     Args:
         demand: the request, whose `cached_tokens` is a `CachedPrefix` or empty.
         workers: all workers, none of which has `queues_at_router` set.
-        now: clock seconds.
+        now: the time, in seconds of the router's monotonic clock.
     """
 
     def __init__(self, demand: Demand, workers: Fleet[WorkerView], now: float) -> None:

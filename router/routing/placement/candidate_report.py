@@ -56,7 +56,7 @@ def candidates_of(
         workers: all connected workers.
         demand: the properties of the request.
         placement: the chosen workers.
-        now: clock seconds.
+        now: the time, in seconds of the router's monotonic clock.
     """
     chosen = (placement.worker, placement.decode_target)
     cached: Mapping[str, int] = demand.cached_tokens or {}

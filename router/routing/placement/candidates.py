@@ -72,7 +72,7 @@ class ListCandidates:
         ranking: orders the workers of a group.
         demand: the request.
         workers: all workers.
-        now: clock seconds.
+        now: the time, in seconds of the router's monotonic clock.
     """
 
     def __init__(

@@ -42,7 +42,7 @@ def cheapest_worker(
         group: the candidates; not empty.
         demand: the request; it needs a prompt worker.
         cached: the cached tokens of the prompt; not empty.
-        now: clock seconds.
+        now: the time, in seconds of the router's monotonic clock.
     """
     if now - workers.last_lost_at < PENALTY_SECONDS:
         return None

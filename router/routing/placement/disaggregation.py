@@ -164,7 +164,7 @@ class DisaggregationPolicy:
             prefill: a prefill worker with room for the request.
             other: the decision if `decode` generates the answer; None if no worker has room.
             decode: the worker that would generate the answer instead of `prefill`.
-            now: clock seconds.
+            now: the time, in seconds of the router's monotonic clock.
         """
         if not self.is_measured or self._steps is None:
             return None
@@ -190,7 +190,7 @@ class DisaggregationPolicy:
             num_tokens: length of the prompt.
             worker: the worker that would compute the prompt.
             slo_seconds: bound of the time per token; 0 means no bound.
-            now: clock seconds.
+            now: the time, in seconds of the router's monotonic clock.
 
         Returns:
             True also without an SLO, without running answers, or without a measured prefill rate.
@@ -221,7 +221,7 @@ class DisaggregationPolicy:
             source: the worker that generates the answer.
             target: a worker with room for the answer.
             slo_seconds: bound of the time per token; 0 means no bound.
-            now: clock seconds.
+            now: the time, in seconds of the router's monotonic clock.
         """
         rates = source.answer_rate, target.answer_rate
         if not self.is_measured or not all(rate.is_calibrated for rate in rates):

@@ -32,7 +32,10 @@ class Placement:
 
     @property
     def yield_after(self) -> int:
-        """New tokens after which `worker` yields; 0 means never."""
+        """Number of generated tokens after which `worker` hands the request to `decode_target`.
+
+        0 means never.
+        """
         return 0 if self.decode_target is None else 1
 
 

@@ -21,7 +21,7 @@ class Ranking(Protocol):
         Args:
             views: the candidates.
             demand: the request.
-            now: clock seconds.
+            now: the time, in seconds of the router's monotonic clock.
             needs_capacity: if False, full workers are candidates too.
         """
         ...

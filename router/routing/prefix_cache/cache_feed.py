@@ -45,7 +45,8 @@ class _Feed:
     next_number: int = 0  # number of the next expected change
     next_chunk: int = 0  # number of the next expected chunk of the snapshot
     reason: str = ""  # why the index of the worker is stale
-    resync_at: float = 0.0  # earliest time of the next request for a snapshot, in clock seconds
+    # Earliest time of the next request for a snapshot, in seconds of the router's monotonic clock.
+    resync_at: float = 0.0
     # Pause that follows the next request for a snapshot, in seconds.
     resync_seconds: float = MIN_RESYNC_SECONDS
 

@@ -44,11 +44,11 @@ class PrefillCapacity:
 class QueuedPrompt(NamedTuple):
     """Arrival time and compute time of a queued prompt."""
 
-    arrived_at: float  # time of arrival, in clock seconds
+    arrived_at: float  # time of arrival, in seconds of the router's monotonic clock
     seconds: float  # compute time of the prompt in a batch with other prompts
 
     def due(self, ttft_slo: float) -> float:
-        """Return the deadline for computing the prompt, in clock seconds."""
+        """Return the deadline for computing the prompt, on the clock of `arrived_at`."""
         # A prompt takes up to 1.25 times as long in a batch as alone, hence the factor 0.8.
         return self.arrived_at + SLO_FRACTION * ttft_slo + 0.8 * PREFILL_FACTOR * self.seconds
 
@@ -77,7 +77,7 @@ def select_next(
 
     Args:
         prompts: one or more prompts.
-        now: clock seconds.
+        now: the time, in seconds of the router's monotonic clock.
         ttft_slo: time-to-first-token SLO in seconds.
         workers: number of workers that compute the prompts; may be a fraction.
         num_dequeued: prompts taken from this queue so far.

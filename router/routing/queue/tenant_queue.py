@@ -16,7 +16,7 @@ class QueuedRequest:
     priority: int  # as in vLLM, a tenant's requests with lower values go first
     num_tokens: int  # prompt tokens, which are added to the tenant's counter
     is_requeued: bool = False  # placed before, so it goes first and is exempt from the bounds
-    arrived_at: float = 0.0  # time of arrival, in clock seconds
+    arrived_at: float = 0.0  # time of arrival, in seconds of the router's monotonic clock
     cost: int = 0  # upper bound of the prompt and answer tokens of all sequences
 
 

@@ -101,7 +101,10 @@ def test_logit_bias_of_a_row_does_not_depend_on_the_batch(device: torch.device) 
 
 
 def test_tokens_beyond_the_history_are_not_read(device: torch.device) -> None:
-    """The end of a history may exceed the width of `tokens`; token ids may be invalid."""
+    """Tokens outside `tokens` are not read, even if a row's end exceeds the width of `tokens`.
+
+    Invalid token ids are ignored.
+    """
     memory = torch.full((2, 64), 3, device=device)
     tokens = memory[:1, :20]
     tokens[:] = torch.tensor([5, 50, -1, 5], device=device).repeat(5)
