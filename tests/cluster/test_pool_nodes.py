@@ -19,7 +19,7 @@ from penstock.cluster.kubernetes import node_drain, readiness_probe
 from penstock.loadtests.micro.server import free_ports
 from tests.support.api_keys import key_file
 from tests.support.ray_nodes import Nodes, ray_folder
-from tests.support.serving import TIMEOUT_SECONDS, Serving, serving, wait_for
+from tests.support.serving import TIMEOUT_SECONDS, Serving, serving, title_of, wait_for
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
@@ -65,7 +65,7 @@ def raylet_of(running: Serving, resource: str) -> psutil.Process:
     (found,) = (
         each
         for each in running.processes()
-        if each.name() == "raylet" and resource in " ".join(each.cmdline())
+        if title_of(each).partition(" ")[0].endswith("/raylet") and resource in title_of(each)
     )
     return found
 

@@ -19,7 +19,7 @@ from penstock.cli.checkpoint import SHIPPED
 from penstock.cluster.kubernetes import readiness_probe
 from penstock.loadtests.micro.server import free_ports
 from tests.support.ray_nodes import Nodes, ray_folder
-from tests.support.serving import TIMEOUT_SECONDS, Serving, serving, wait_for
+from tests.support.serving import TIMEOUT_SECONDS, Serving, serving, title_of, wait_for
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
@@ -157,4 +157,4 @@ def test_pool_and_its_nodes_follow_the_load_and_no_stream_drops(
     running.interrupt()
     assert running.wait() == 0
     check_log(running.output_text)
-    assert not [each for each in running.processes() if "penstock" in " ".join(each.cmdline())]
+    assert not [title for each in running.processes() if "penstock" in (title := title_of(each))]

@@ -16,7 +16,7 @@ import pytest
 from penstock.cli.checkpoint import SHIPPED
 from penstock.loadtests.micro.server import free_ports
 from tests.support.api_keys import key_file
-from tests.support.serving import TIMEOUT_SECONDS, Serving, serving
+from tests.support.serving import TIMEOUT_SECONDS, Serving, serving, title_of
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
@@ -103,7 +103,7 @@ def test_log_names_the_operator_who_changed_a_role_and_shows_no_key(running: Ser
 
 
 def test_command_lines_show_no_key(running: Serving) -> None:
-    lines = {each.pid: " ".join(each.cmdline()) for each in running.processes()}
+    lines = {each.pid: title_of(each) for each in running.processes()}
     assert len(lines) > 3
     assert {pid: line for pid, line in lines.items() if shown_in(line)} == {}
 

@@ -97,7 +97,7 @@ class Serving:
         found: list[psutil.Process] = []
 
         def condition() -> bool:
-            found[:] = [each for each in self.processes() if title in _title(each)]
+            found[:] = [each for each in self.processes() if title in title_of(each)]
             return len(found) == 1
 
         wait_for(condition, f"one process named {title!r}")
@@ -114,7 +114,7 @@ class Serving:
     def left_behind(self) -> dict[str, list[object]]:
         """Return the processes, open ports and files that remain after the command has ended."""
         return {
-            "processes": [each.cmdline() for each in self.processes()],
+            "processes": [title for each in self.processes() if (title := title_of(each))],
             "ports": [port for port in (self.http, self.grpc, self.admin) if is_open(port)],
             "files": [path.name for path in self.temp.iterdir() if not _is_probe(path)],
         }
@@ -164,14 +164,15 @@ def is_alive(process: psutil.Process) -> bool:
     return False
 
 
-def _title(process: psutil.Process) -> str:
+def title_of(process: psutil.Process) -> str:
+    """Return the command line of a process, or "" if the process has ended."""
     with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
         return " ".join(process.cmdline())
     return ""
 
 
 PROBE_NAME = re.compile("[a-z0-9_]{8}")
-"""Names of such files, see `tempfile`."""
+"""Names of the files with which Python tests a temporary folder, see `tempfile`."""
 
 
 def _is_probe(path: Path) -> bool:

@@ -1,6 +1,7 @@
 """A helper process ends at its limits; other jobs and the other helper process continue."""
 
 import asyncio
+import contextlib
 import json
 import os
 from collections.abc import AsyncIterator
@@ -21,6 +22,7 @@ from penstock.router.helpers.settings import HelperSettings, decode_settings, en
 from penstock.router.requests.chat import Chat, chat_of
 from penstock.router.requests.chat_rendering import render_chat
 from tests.support.served_router import FORK_SERVER, until
+from tests.support.serving import is_alive
 
 TEMPLATE = (
     "{% if spin %}{% for i in range(99999) %}{% for j in range(99999) %}{{ i * j }}{% endfor %}"
@@ -64,11 +66,14 @@ def helpers_of(fork_server: ForkServer) -> list[psutil.Process]:
     """Return the helper processes that are alive."""
     process = fork_server._process
     assert process is not None
-    return [
-        child
-        for child in psutil.Process(process.pid).children()
-        if child.status() != psutil.STATUS_ZOMBIE
-    ]
+    return [child for child in psutil.Process(process.pid).children() if is_alive(child)]
+
+
+def cpu_seconds(process: psutil.Process) -> float:
+    """Return the CPU time of a process in user mode; 0 if the process has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.cpu_times().user
+    return 0.0
 
 
 async def test_chat_is_rendered_and_its_control_tokens_are_marked(pool: HelperPool) -> None:
@@ -138,7 +143,7 @@ async def test_chat_whose_process_is_killed_twice_is_refused() -> None:
 
     def busy() -> list[psutil.Process]:
         processes = [each for each in helpers_of(fork_server) if each.pid not in killed]
-        return [each for each in processes if each.cpu_times().user > 0.1]
+        return [each for each in processes if cpu_seconds(each) > 0.1]
 
     for _ in range(2):
         await until(busy)
@@ -174,7 +179,7 @@ async def test_closed_fork_server_leaves_no_process() -> None:
     pool = pool_of(fork_server=fork_server, cpu_seconds=60.0)
     await pool.start()
     spinning = asyncio.create_task(render(pool, SPIN))
-    await until(lambda: sum(each.cpu_times().user for each in helpers_of(fork_server)) > 0.1)
+    await until(lambda: sum(map(cpu_seconds, helpers_of(fork_server))) > 0.1)
     processes = [psutil.Process(fork_server._process.pid), *helpers_of(fork_server)]  # type: ignore[union-attr]
     pool.close()
     fork_server.close()
