@@ -376,7 +376,7 @@ def refusals() -> dict[str, Callable[[Tensor, Tensor, Batch], object]]:
             q, c.to(E4M3), b
         ),
         "query_starts, block_tables: shapes": planned(query_starts=np.zeros(1, np.int32)),
-        "query_starts: numbers that begin with 0": changed(0, (1,), 11),
+        "query_starts is .*: expected a list that starts with 0": changed(0, (1,), 11),
         "context_lens: at least 9 expected for sequence 1, not 8": changed(1, (1,), 8),
         "block_tables: at least 63 columns expected, not 4": changed(1, (0,), 1000),
         r"block_tables\[0, 2\]: a block from 0 to 7 expected, not 8": changed(2, (0, 2), 8),
