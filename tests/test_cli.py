@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from penstock import __version__
+from penstock import __version__, cli
 from penstock.cli import checkpoint, fetch, flags, main, serve
 from penstock.cli.view import Bars, Lines
 from penstock.cluster.spec.spec import parse
@@ -548,3 +548,14 @@ def test_signal_is_recorded_even_if_its_exception_is_lost() -> None:
     finally:
         for number, handler in zip(serve.SIGNALS, before, strict=True):
             signal.signal(number, handler)
+
+
+def test_interrupt_during_the_import_of_a_command_shows_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "import_module", interrupt)
+    assert cli.main(["status"]) == 130
+    assert capfd.readouterr() == ("", "")

@@ -30,7 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code, which is 2 for invalid arguments.
 
     The reader of standard output may close the pipe early, as in `penstock chat | head -1`. In this
-    case, return the exit code of a process that was killed by SIGPIPE.
+    case, return the exit code of a process that was killed by SIGPIPE. If the command is
+    interrupted, also while it is imported, return that of SIGINT.
     """
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in ("--help", "-h", "help"):
@@ -49,6 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not _has_lost_reader():
             raise
         return 128 + signal.SIGPIPE
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     return code
 
 
