@@ -129,7 +129,7 @@ class RaySession:
         finally:
             ray_services.get_node = _get_node
         self._vital = [
-            each for each in self._descendants.alive() if process_name(each) in VITAL_PROCESSES
+            each for each in self._descendants.alive() if _process_name(each) in VITAL_PROCESSES
         ]
 
     def _init_local(self, folder: Path) -> None:
@@ -168,7 +168,7 @@ class RaySession:
             try:
                 return _get_node(gcs_address, node_id)
             except RuntimeError as error:
-                alive = {process_name(each) for each in self._descendants.alive()}
+                alive = {_process_name(each) for each in self._descendants.alive()}
                 for name in VITAL_PROCESSES:
                     if name not in alive:
                         raise OSError(f"{name} ended during its start") from error
@@ -195,7 +195,7 @@ class RaySession:
             remove_unused_marks(marks_path())
 
 
-def process_name(process: psutil.Process) -> str:
+def _process_name(process: psutil.Process) -> str:
     """Return the name of a process, or "" if the process has ended."""
     with suppress(psutil.NoSuchProcess):
         return process.name()

@@ -51,7 +51,7 @@ class ServingError(Exception):
 
 
 def renamed(error: ServingError, names: Mapping[str, str]) -> ServingError:
-    """Return the error with the name that the client uses for the field, if `names` has one."""
+    """Replace the name of the wrong field by the client's name for it, if `names` has one."""
     if error.param is None or error.param not in names:
         return error
     own, name = error.param, names[error.param]

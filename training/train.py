@@ -81,8 +81,8 @@ _TOOLS = replace(
     checkpoint_every=700,
     tools=0.45,
 )
-# The first recipe of the course with tools causes more errors in some other families.
-# The later recipes with tools give higher `weights` to families with many errors.
+# The first recipe with tools, `_TOOLS`, causes more errors in some other question families.
+# The later recipes with tools give higher `weights` to the families with many errors.
 _REPAIR = replace(
     _TOOLS,
     course=4,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils
+from numba.core import cgutils, types
 
 LANES = 16
 
@@ -56,6 +56,16 @@ def fma(builder, a, b, c):
     function = ir.FunctionType(FLOATS, [FLOATS] * 3)
     called = cgutils.get_or_insert_function(builder.module, function, "llvm.fma.v16f32")
     return builder.call(called, [a, b, c])
+
+
+def array_data(context, builder, signature, arguments) -> list[Any]:
+    """Return the arguments of an intrinsic, with pointers to the data in place of arrays."""
+    return [
+        context.make_array(kind)(context, builder, value).data
+        if isinstance(kind, types.Array)
+        else value
+        for kind, value in zip(signature.args, arguments, strict=True)
+    ]
 
 
 def row_pointers(builder, data, at, step, count, num_rows: int) -> list[Any]:

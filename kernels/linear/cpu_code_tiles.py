@@ -22,6 +22,7 @@ from penstock.kernels.cpu_common.emit import (
     LANES,
     WORD,
     WORDS,
+    array_data,
     broadcast,
     by_row_count,
     constant,
@@ -119,13 +120,7 @@ def _tile_intrinsic(kind: int, emit: Callable[[Any, int, int, _Tile], None]):
         )  # fmt: skip
 
         def code(context, builder, signature, arguments):
-            given = [
-                context.make_array(kind_)(context, builder, value).data
-                if isinstance(kind_, types.Array)
-                else value
-                for kind_, value in zip(signature.args, arguments, strict=True)
-            ]
-            tile = _Tile(*given)
+            tile = _Tile(*array_data(context, builder, signature, arguments))
             by_row_count(
                 builder, tile.count, _ROWS, lambda num_rows: emit(builder, kind, num_rows, tile)
             )

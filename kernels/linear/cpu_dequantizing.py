@@ -157,6 +157,16 @@ def _whole_panels(
 
 
 @inner()
+def copy_last_columns(
+    spare: Floats, num_rows: int, column: int, y: Floats, num_outputs: int
+) -> None:
+    """Copy a partly filled panel, `spare`, to the columns of y from `column` on."""
+    for r in range(num_rows):
+        for c in range(num_outputs - column):
+            y[r * num_outputs + column + c] = spare[r * PANEL + c]
+
+
+@inner()
 def compute_columns(
     x: Floats, num_rows: int, kind: int, codes: Bytes, scales: Floats, zeros: Bytes, groups: Ints,
     bias: Floats, y: Floats, num_outputs: int, first: int, last: int,
@@ -176,10 +186,7 @@ def compute_columns(
         _whole_panels(
             x, num_rows, kind, codes, scales, zeros, groups, bias, last - 1, last, spare, PANEL
         )  # fmt: skip
-        column = (last - 1) * PANEL
-        for r in range(num_rows):
-            for c in range(num_outputs - column):
-                y[r * num_outputs + column + c] = spare[r * PANEL + c]
+        copy_last_columns(spare, num_rows, (last - 1) * PANEL, y, num_outputs)
 
 
 _SIGNATURE = (

@@ -19,6 +19,7 @@ from penstock.kernels.cpu_common.emit import (
     LANES,
     WORD,
     WORDS,
+    array_data,
     broadcast,
     by_row_count,
     constant,
@@ -30,13 +31,8 @@ from penstock.kernels.cpu_common.emit import (
     vector_at,
 )
 from penstock.kernels.cpu_common.simd import simd_intrinsic
-
-TILE_ROWS, PANEL = 8, 48
-UNIT_INPUTS = 8
-"""Inputs whose codes are in one word of 32 bits."""
-
-BLOCK_K = 256
-"""Inputs per block: the activations of a row in a block have one scale."""
+from penstock.kernels.linear.cpu_code_tiles import PANEL, TILE_ROWS
+from penstock.kernels.linear.int8_blocks import BLOCK_INPUTS, UNIT_INPUTS
 
 _ROWS, _COLUMNS = (1, 2, 4, 6, TILE_ROWS), range(0, PANEL, LANES)
 _UNIT_BYTES = 4 * PANEL
@@ -85,7 +81,7 @@ def multiply_block(
         row_scales: float32; the scale of the block's activations.
         offsets: int32; for each run, minus the sum of the run's activations.
         count: number of rows, 1 to TILE_ROWS.
-        num_inputs: number of inputs in the block, a multiple of UNIT_INPUTS, at most BLOCK_K.
+        num_inputs: number of inputs in the block, a multiple of UNIT_INPUTS, at most BLOCK_INPUTS.
         run: number of inputs per run, which have one group; a multiple of UNIT_INPUTS.
         codes: uint8; the block's codes of the panel.
         scales: float32; the PANEL scales of the first run's group begin at index `group_at`.
@@ -100,12 +96,7 @@ def multiply_block(
     )  # fmt: skip
 
     def code(context, builder, signature, arguments):
-        tile = _Tile(*(
-            context.make_array(kind)(context, builder, value).data
-            if isinstance(kind, types.Array)
-            else value
-            for kind, value in zip(signature.args, arguments, strict=True)
-        ))  # fmt: skip
+        tile = _Tile(*array_data(context, builder, signature, arguments))
         by_row_count(builder, tile.count, _ROWS, lambda num_rows: _emit(builder, num_rows, tile))
         return context.get_dummy_value()
 
@@ -203,7 +194,7 @@ def _unpack(builder, tile: _Tile, k) -> tuple[list[Any], list[Any]]:
     """
     offset = builder.mul(builder.lshr(k, constant(3)), constant(_UNIT_BYTES))
     at = builder.add(tile.codes_at, offset)
-    ahead = BLOCK_K // UNIT_INPUTS * _UNIT_BYTES
+    ahead = BLOCK_INPUTS // UNIT_INPUTS * _UNIT_BYTES
     mask, lower, upper = filled(WORDS, 0x0F0F0F0F), [], []
     for c in _COLUMNS:
         index = builder.add(at, constant(4 * c))

@@ -15,13 +15,10 @@ import numpy.typing as npt
 from penstock.kernels.cpu_common.late_codegen import inner
 from penstock.kernels.cpu_common.numba_runtime import entry, load_entries, run_serial_or_parallel
 from penstock.kernels.cpu_common.simd import VECTOR_WIDTH, load_wide, store
-from penstock.kernels.linear.cpu_int4_tiles import (
-    BLOCK_K,
-    PANEL,
-    TILE_ROWS,
-    UNIT_INPUTS,
-    multiply_block,
-)
+from penstock.kernels.linear.cpu_code_tiles import PANEL, TILE_ROWS
+from penstock.kernels.linear.cpu_dequantizing import copy_last_columns
+from penstock.kernels.linear.cpu_int4_tiles import multiply_block
+from penstock.kernels.linear.int8_blocks import BLOCK_INPUTS, UNIT_INPUTS
 
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
@@ -39,8 +36,8 @@ def _whole_panels(
     first: int, last: int, y: Floats, width: int,
 ) -> None:  # fmt: skip
     """Compute the columns of panels [first, last), stored from column 0 of y [num_rows, width]."""
-    num_panels, block_runs = len(bias) // PANEL, BLOCK_K // run
-    num_blocks, num_runs = -(-num_inputs // BLOCK_K), -(-num_inputs // run)
+    num_panels, block_runs = len(bias) // PANEL, BLOCK_INPUTS // run
+    num_blocks, num_runs = -(-num_inputs // BLOCK_INPUTS), -(-num_inputs // run)
     panel_codes, panel_scales = len(codes) // num_panels, len(scales) // num_panels
     group_step = PANEL if group_inputs == run else 0
     for floor in range(0, num_rows, _BLOCK_ROWS):
@@ -51,7 +48,7 @@ def _whole_panels(
                 for c in range(0, PANEL, VECTOR_WIDTH):
                     store(y, r * width + column + c, load_wide(bias, panel * PANEL + c))
             for block in range(num_blocks):
-                begin = block * BLOCK_K
+                begin = block * BLOCK_INPUTS
                 codes_at = panel * panel_codes + begin // UNIT_INPUTS * PANEL * 4
                 group_at = panel * panel_scales + begin // group_inputs * PANEL
                 for r in range(floor, top, TILE_ROWS):
@@ -59,7 +56,7 @@ def _whole_panels(
                         qvalues, r * num_inputs + begin, num_inputs,
                         row_scales, r * num_blocks + block, num_blocks,
                         offsets, r * num_runs + block * block_runs, num_runs,
-                        min(TILE_ROWS, top - r), min(BLOCK_K, num_inputs - begin), run,
+                        min(TILE_ROWS, top - r), min(BLOCK_INPUTS, num_inputs - begin), run,
                         codes, codes_at, scales, zeros, group_at, group_step,
                         y, r * width + column, width,
                     )  # fmt: skip
@@ -87,10 +84,7 @@ def compute_columns(
             qvalues, row_scales, offsets, num_rows, num_inputs, run, group_inputs, codes, scales,
             zeros, bias, last - 1, last, spare, PANEL,
         )  # fmt: skip
-        column = (last - 1) * PANEL
-        for r in range(num_rows):
-            for c in range(num_outputs - column):
-                y[r * num_outputs + column + c] = spare[r * PANEL + c]
+        copy_last_columns(spare, num_rows, (last - 1) * PANEL, y, num_outputs)
 
 
 _SIGNATURE = (

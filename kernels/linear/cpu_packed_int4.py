@@ -25,11 +25,9 @@ from penstock.kernels.cpu_common.cpu_features import has_vnni
 from penstock.kernels.cpu_common.numba_runtime import configure_numba, has_numba
 from penstock.kernels.linear import quantize_blocks
 from penstock.kernels.linear.cpu_packed_f32 import MIN_PARALLEL_MACS
+from penstock.kernels.linear.int8_blocks import BLOCK_INPUTS, UNIT_INPUTS
 from penstock.kernels.linear.panels import padded_bias, to_panels
-from penstock.kernels.linear.quantize_blocks import BLOCK_INPUTS, quantize_per_block
-
-UNIT_INPUTS = 8
-"""Inputs whose codes are in one word of 32 bits."""
+from penstock.kernels.linear.quantize_blocks import quantize_per_block
 
 _ROWS_AT_ONCE = 64  # the temporary copies stay in the L2 cache
 

@@ -6,12 +6,12 @@ import numpy.typing as npt
 
 from penstock.kernels.cpu_common.late_codegen import inner
 from penstock.kernels.cpu_common.numba_runtime import entry, load_entries, run_serial_or_parallel
+from penstock.kernels.linear.int8_blocks import BLOCK_INPUTS
 
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.int8]
 Ints = npt.NDArray[np.int32]
 
-BLOCK_K = 256
 _QMAX, _MIN_SCALE = np.float32(127), np.float32(1e-30)
 
 
@@ -21,10 +21,10 @@ def quantize_blocks(
     first: int, last: int,
 ) -> None:  # fmt: skip
     """Quantize rows [first, last); all arrays are flat, see `_serial`."""
-    num_blocks, num_runs = -(-num_inputs // BLOCK_K), -(-num_inputs // run)
+    num_blocks, num_runs = -(-num_inputs // BLOCK_INPUTS), -(-num_inputs // run)
     for t in range(first, last):
         for block in range(num_blocks):
-            begin, end = block * BLOCK_K, min(num_inputs, (block + 1) * BLOCK_K)
+            begin, end = block * BLOCK_INPUTS, min(num_inputs, (block + 1) * BLOCK_INPUTS)
             row = x[t * num_inputs + begin : t * num_inputs + end]
             out = qvalues[t * num_inputs + begin : t * num_inputs + end]
             # Compare |x| as integers: the bits have the same order as the floats, with NaN largest.

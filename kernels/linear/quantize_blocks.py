@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.kernels.cpu_common.numba_runtime import MIN_PARALLEL_ELEMENTS, configure_numba
+from penstock.kernels.linear.int8_blocks import BLOCK_INPUTS
 from penstock.kernels.linear.quantize_rows import MIN_SCALE, QMAX
-
-BLOCK_INPUTS = 256
 
 
 class QuantizedBlocks(NamedTuple):

@@ -30,7 +30,7 @@ from penstock.kernels.kv_cache.format import format_of, num_features
 from penstock.kernels.linear.cpu_packed_f32 import PackedLinearF32
 from penstock.kernels.linear.cpu_packed_int4 import PackedLinearInt4
 from penstock.kernels.linear.cpu_packed_int8 import PackedLinearInt8
-from penstock.kernels.linear.quantize_blocks import BLOCK_INPUTS
+from penstock.kernels.linear.int8_blocks import BLOCK_INPUTS
 from penstock.kernels.linear.quantized import DequantizingLinear
 from penstock.kernels.step_graph.graph import CpuStepGraph
 from penstock.kernels.step_graph.layout import TOKENS, Buffer, ExpertLayout, RowRange

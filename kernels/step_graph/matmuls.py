@@ -20,7 +20,7 @@ from penstock.kernels.linear.cpu_packed_int4 import has_int4_loops
 from penstock.kernels.linear.cpu_packed_int8 import has_int8_loops
 from penstock.kernels.linear.cpu_quantize_blocks import quantize_blocks
 from penstock.kernels.linear.cpu_quantize_rows import quantize_rows
-from penstock.kernels.linear.quantize_blocks import BLOCK_INPUTS
+from penstock.kernels.linear.int8_blocks import BLOCK_INPUTS
 from penstock.kernels.step_graph.opcodes import (
     ALIGNMENT,
     BATCH_INVARIANT,

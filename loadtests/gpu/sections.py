@@ -46,7 +46,7 @@ class Outcome:
 
 
 def run_section(section: Section, seconds_left: float) -> Outcome:
-    """Run a section. It is stopped at its own time limit, or after `seconds_left` of the run."""
+    """Run a section; stop it after `section.seconds` or `seconds_left`, whichever is less."""
     began, limit = time.monotonic(), min(section.seconds, seconds_left)
     if limit <= 0:
         return Outcome(section.name, 0.0, ["not started: no time left"], {})

@@ -21,7 +21,7 @@ class Process:
 
 @dataclass
 class Children:
-    """The child processes that a session sees."""
+    """Stands for the tracker of a session's child processes."""
 
     names: list[str] = field(default_factory=lambda: ["ended", "gcs_server", "raylet"])
 

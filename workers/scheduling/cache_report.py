@@ -16,7 +16,7 @@ _NO_BLOCK = bytes(HASH_BYTES)
 
 @dataclass(frozen=True, slots=True)
 class CacheChange:
-    """Net change of the cached blocks since the last report. Blocks are given as short hashes.
+    """Net change of the cached blocks since the last report; blocks are named by short hashes.
 
     The stored blocks form chains: in a chain, each block follows the previous one in a sequence.
     """

@@ -26,7 +26,7 @@ class SequenceState:
 
     new: NewSequence
     arrival: int  # arrival number, by which the queue is sorted; kept after a preemption
-    tokens: Ints  # [num_tokens]; valid while the choice has no row, otherwise the table has them
+    tokens: Ints  # [num_tokens]; unused while the choice has a row, which holds them
     yield_len: int
     source_len: int  # number of KV positions that a transfer may still provide
     phase: SequencePhase = SequencePhase.WAITING

@@ -33,7 +33,7 @@ class Submitter:
         self._grammars = grammars
         self._most = most
         self._thread = ThreadPoolExecutor(1, "grammars")
-        # for each sequence that waits for its grammar, the commands to post afterwards
+        # by sequence whose grammar is being compiled: commands to post to the engine afterwards
         self._waiting: dict[SequenceKey, list[EngineCommand]] = {}
 
     @property

@@ -47,7 +47,7 @@ class StoredTensor:
 
 
 def group_cut(module: QuantizedModule, columns: Ranges | None) -> Ranges | None:
-    """Return the ranges of groups that contain a rank's inputs `columns`; None: all groups.
+    """Return the ranges of groups that contain a rank's inputs `columns`, or None for all groups.
 
     With a group table, the result is None, because any input may be in any group.
     """

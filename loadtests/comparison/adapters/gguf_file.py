@@ -1,6 +1,6 @@
 """Converts a Llama or Mixtral checkpoint to a GGUF file for llama.cpp.
 
-Penstock reads the file too if its weights are float16 (form "f16").
+If the weights are float16 (form "f16"), Penstock is measured with the same file.
 """
 
 import json

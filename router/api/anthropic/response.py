@@ -21,7 +21,7 @@ STOP_REASONS: Mapping[str, str] = {"stop": "end_turn", TOOL_CALLS: "tool_use"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageContext:
-    """Data from which the message of a call is made.
+    """Data of a call from which its response, a `message` object, is made.
 
     Attributes:
         id: id of the message.

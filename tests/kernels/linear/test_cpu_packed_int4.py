@@ -9,7 +9,8 @@ from penstock.kernels.linear.cpu_packed_int4 import (
     has_int4_loops,
     supported_group,
 )
-from penstock.kernels.linear.quantize_blocks import BLOCK_INPUTS, quantize_per_block_reference
+from penstock.kernels.linear.int8_blocks import BLOCK_INPUTS
+from penstock.kernels.linear.quantize_blocks import quantize_per_block_reference
 from penstock.kernels.linear.quantized import (
     DequantizingLinear,
     QuantizedMatrix,
