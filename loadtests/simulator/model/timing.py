@@ -42,7 +42,7 @@ class Timing:
     kv_token: float = 30e-9
     kv_bytes: float = 320 * 1024.0  # bytes of KV that a KV transfer sends per position
     sequence: float = 0.0  # seconds per sequence of a step, for scheduling, sampling and sending
-    transfer: float = 0.0  # fixed seconds per KV transfer; 0 means the default of TransferTiming
+    transfer: float = 0.0  # fixed seconds per KV transfer; 0 means the value of the cluster
     bandwidth: float = 0.0  # bytes per second of KV transfers; 0 means the value of the cluster
     request: float = 0.0  # seconds per request outside of the engine (client, network, router)
     request_token: float = 0.0  # additional seconds per prompt token of a request

@@ -41,6 +41,9 @@ HASH_KEY = b"key of the block hashes"
 BANDWIDTH = 40e9
 """Bytes per second between two workers."""
 
+TRANSFER_SECONDS = 0.001
+"""Fixed seconds of each KV transfer, unless the time model sets them."""
+
 MANY_WORKERS = 1000
 MANY_SAMPLES_SECONDS = 60.0
 """Time between two samples if there are at least MANY_WORKERS workers and their number is fixed. A
@@ -219,7 +222,7 @@ class Cluster:
         self._num_started += 1
         name, limits, timing = f"{pool}-{self._num_started}", self._plan.limits, self._plan.timing
         info = _info_of(name, pool, limits, "" if self._cores is None else "machine")
-        transfers = TransferTiming(write=timing.transfer) if timing.transfer else TransferTiming()
+        transfers = TransferTiming(setup=timing.transfer or TRANSFER_SECONDS, write=0.0)
         shape = WorkerShape(info, limits, int(timing.kv_bytes * limits.block_size), transfers)
         leaps = not self._plan.single_steps
         worker = Worker(

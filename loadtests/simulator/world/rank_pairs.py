@@ -25,6 +25,7 @@ class TransferTiming:
     """Durations and message size of KV transfers."""
 
     silence: float = 5.0  # seconds without progress after which an operation fails
+    setup: float = 0.0  # additional seconds to write the first message of each transfer
     write: float = 0.001  # seconds to write the blocks of one message
     message_bytes: int = 4 << 20
 
@@ -185,7 +186,8 @@ class ReceivingEnd:
             self._end(piece)
         else:
             self._writing = True
-            self._process.after(self._timing.write, lambda: self._written(piece, gate, data))
+            seconds = self._timing.write + (0.0 if piece.index else self._timing.setup)
+            self._process.after(seconds, lambda: self._written(piece, gate, data))
 
     def _written(self, piece: Piece, gate: WriteGate, data: Data) -> None:
         self._write(piece.blocks, data.content)

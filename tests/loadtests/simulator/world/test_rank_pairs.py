@@ -24,16 +24,17 @@ EPOCH = 1
 class Pair:
     """A rank pair; the content of block b at its source is the number 10 * b."""
 
-    def __init__(self) -> None:
+    def __init__(self, setup: float = 0.0) -> None:
         self.clock = Clock()
         self.network = Network(self.clock, 0.001, 1e6)
         self.gates = WriteGates()
         self.written: dict[int, int] = {}
+        self.write_times: list[float] = []
         self.sent: list[Moved] = []
         self.received: list[Moved] = []
         source, target = Process("s", self.clock), Process("d", self.clock)
         shape = BlockShape(4, 1000)
-        timing = TransferTiming(silence=5.0, write=0.01)
+        timing = TransferTiming(silence=5.0, setup=setup, write=0.01)
         report = self.received.append
         self.target = ReceivingEnd(target, shape, timing, self.gates, self._write, report)
         path = DataPath(self.network, "s", target, self.target.arrive)
@@ -45,6 +46,7 @@ class Pair:
 
     def _write(self, blocks: Ints, content: Sequence[int]) -> None:
         self.written.update(zip(blocks.tolist(), content, strict=True))
+        self.write_times.append(self.clock.now)
 
     def transfer(self, num_pieces: int) -> None:
         """Send blocks 0, 1, ... of the source to blocks 100, 101, ... of the destination."""
@@ -64,6 +66,15 @@ def test_pieces_are_written_in_order_and_reported_once() -> None:
     pair.transfer(3)
     assert pair.written == {100: 0, 101: 10, 102: 20}
     assert pair.sent == pair.received == [Moved(EPOCH, index, 1000) for index in range(3)]
+
+
+def test_setup_time_is_added_to_the_first_message_only() -> None:
+    plain, delayed = Pair(), Pair(setup=0.5)
+    for pair in (plain, delayed):
+        pair.transfer(3)
+    # Each message takes 1 ms on the path, 1 ms of latency, and 10 ms to write.
+    assert plain.write_times == pytest.approx([0.012, 0.022, 0.032])
+    assert delayed.write_times == pytest.approx([0.512, 0.522, 0.532])
 
 
 def test_flipped_bit_is_reported_and_not_written() -> None:
