@@ -10,7 +10,11 @@ from penstock.router.routing.placement.cached_prefix import CachedPrefix
 from penstock.router.routing.placement.candidates import Group
 from penstock.router.routing.placement.cheapest_worker import cheapest_worker
 from penstock.router.routing.placement.demand import Demand
-from penstock.router.routing.placement.disaggregation import DisaggregationPolicy, single_worker
+from penstock.router.routing.placement.disaggregation import (
+    DisaggregationPolicy,
+    on_one_machine,
+    single_worker,
+)
 from penstock.router.routing.placement.fleet import Fleet, Floats, WorkerGroup
 from penstock.router.routing.placement.least_row import MAX_LIST_WORKERS, least_row
 from penstock.router.routing.placement.rankings.cost import (
@@ -113,15 +117,22 @@ class ArrayCandidates:
         return None
 
     def single_worker(self) -> WorkerView | None:
+        single = single_worker(self._live_on_one_machine(), self._now)
+        return single if single is not None and self._fits(single) else None
+
+    def sharing_worker(self) -> WorkerView | None:
+        return self.prompt_worker("all") if on_one_machine(self._live_on_one_machine()) else None
+
+    def _live_on_one_machine(self) -> Sequence[WorkerView]:
+        """Return the live workers if all share the cores of one machine, else an empty list."""
         live: list[WorkerView] = []
         for view in self._fleet:
             if self._is_live(view):
                 machine = view.info.machine
                 if not machine or (live and live[0].info.machine != machine):
-                    return None
+                    return []
                 live.append(view)
-        single = single_worker(live, self._now)
-        return single if single is not None and self._fits(single) else None
+        return live
 
     def colocated_worker(self, costs: DisaggregationPolicy) -> WorkerView | None:
         num_tokens, those = self._demand.num_tokens, self._groups["answer"]

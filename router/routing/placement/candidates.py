@@ -8,7 +8,11 @@ from collections.abc import Sequence
 from typing import Literal, Protocol, TypeAlias
 
 from penstock.router.routing.placement.demand import Demand
-from penstock.router.routing.placement.disaggregation import DisaggregationPolicy, single_worker
+from penstock.router.routing.placement.disaggregation import (
+    DisaggregationPolicy,
+    on_one_machine,
+    single_worker,
+)
 from penstock.router.routing.placement.ranking import Ranking, with_capacity, with_prefill_slot
 from penstock.router.routing.worker_view import WorkerView
 
@@ -53,6 +57,13 @@ class Candidates(Protocol):
         """Return the worker that should generate all answers, or None.
 
         There is such a worker if all workers share one machine, and one of them is faster alone.
+        """
+        ...
+
+    def sharing_worker(self) -> WorkerView | None:
+        """Return the best worker of any role for prompt and answer if all workers share cores.
+
+        The result is None if the workers do not share the cores of one machine, or have no room.
         """
         ...
 
@@ -115,6 +126,9 @@ class ListCandidates:
     def single_worker(self) -> WorkerView | None:
         single = single_worker(self._groups["all"], self._now)
         return None if single is None else next(iter(self._able([single])), None)
+
+    def sharing_worker(self) -> WorkerView | None:
+        return self.prompt_worker("all") if on_one_machine(self._groups["all"]) else None
 
     def colocated_worker(self, costs: DisaggregationPolicy) -> WorkerView | None:
         num_tokens = self._demand.num_tokens

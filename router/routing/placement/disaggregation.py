@@ -46,6 +46,8 @@ class Reason(Enum):
     PROMPT = "prompt"  # decode worker: it computes the prompt faster
     ANSWER = "answer"  # prefill worker: it also generates the answer, since this is faster
     CORES = "cores"  # single worker: it uses all cores of its machine for prompt and answer
+    # Any worker: all workers share the cores of one machine, so a KV transfer gains nothing.
+    SHARED_CORES = "shared cores"
 
 
 class PrefillDecision(NamedTuple):
@@ -213,7 +215,8 @@ class DisaggregationPolicy:
 
         An answer that exceeds the bound of its time per token moves if it would be within the bound
         on `target`. Any other answer moves if this saves clearly more time than the KV transfer
-        takes.
+        takes. Without a bound, no answer moves between workers that share cores, because the
+        prompts would slow it down there too.
 
         Args:
             num_tokens: tokens of the prompt and of the answer so far.
@@ -225,6 +228,9 @@ class DisaggregationPolicy:
         """
         rates = source.answer_rate, target.answer_rate
         if not self.is_measured or not all(rate.is_calibrated for rate in rates):
+            return False
+        machine = source.info.machine
+        if not slo_seconds and machine and machine == target.info.machine:
             return False
         stall, _ = self._prompt_cost(0, source)
         here = self._token_seconds(source, 0, now, stall)
@@ -275,6 +281,17 @@ class DisaggregationPolicy:
         return rate.seconds_per_token(view.num_busy, is_shared, now, known)
 
 
+def on_one_machine(views: Sequence[WorkerView]) -> bool:
+    """Return whether all workers share the cores of one machine, and any of them may answer.
+
+    The result is False if an operator made one of the workers a prefill worker.
+    """
+    machine = views[0].info.machine if views else ""
+    return bool(machine) and not any(
+        view.info.machine != machine or view.is_shedding for view in views
+    )
+
+
 def single_worker(views: Sequence[WorkerView], now: float) -> WorkerView | None:
     """Return the worker that should generate all answers of one machine, or None.
 
@@ -283,8 +300,7 @@ def single_worker(views: Sequence[WorkerView], now: float) -> WorkerView | None:
     is also None if the views are on several machines, or if an operator made one of the workers a
     prefill worker.
     """
-    machine = views[0].info.machine if views else ""
-    if not machine or any(view.info.machine != machine or view.is_shedding for view in views):
+    if not on_one_machine(views):
         return None
     rates, running = [view.answer_rate for view in views], [view.num_busy for view in views]
     if not prefers_one_worker(rates, running, now):

@@ -100,6 +100,10 @@ class RolePolicy:
         if single is not None:
             return Placement(single.name, None, PrefillDecision(False, Reason.CORES))
         costs = self._disaggregation(workers, transfer_costs, demand.cached_tokens)
+        if costs.is_measured and not demand.tpot_slo_seconds:
+            sharing = candidates.sharing_worker()
+            if sharing is not None:
+                return Placement(sharing.name, None, PrefillDecision(False, Reason.SHARED_CORES))
         chosen = self._choose_disaggregated(demand, candidates, costs, first, now)
         return self._choose_kept(demand, candidates, costs, chosen, now) or chosen
 

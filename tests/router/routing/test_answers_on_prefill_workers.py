@@ -1,6 +1,9 @@
 """Answers that prefill workers generate, and that later move to decode workers."""
 
+from dataclasses import replace
 from typing import Any
+
+import pytest
 
 from penstock.common.worker_load import WorkerLoad
 from penstock.router.routing.dispatcher import DispatcherLimits
@@ -10,10 +13,15 @@ from tests.support.router_harness import AT, D, P, Router, submits
 
 
 class Fleet(Router):
-    """A router with one prefill and one decode worker, whose speeds are measured."""
+    """A router with one prefill and one decode worker, whose speeds are measured.
 
-    def __init__(self, limits: DispatcherLimits | None = None) -> None:
-        super().__init__(P, D, limits=limits)
+    Args:
+        limits: limits of the dispatcher.
+        machine: machine whose cores the workers share; empty if they do not share cores.
+    """
+
+    def __init__(self, limits: DispatcherLimits | None = None, machine: str = "") -> None:
+        super().__init__(*(replace(info, machine=machine) for info in (P, D)), limits=limits)
         self.loads = {name: WorkerLoad() for name in "pd"}
         for length in (100, 1000, 5000):
             self.dispatcher.transfer_costs.add(length, 100 * length, 0.01 + 1e-5 * length)
@@ -47,9 +55,11 @@ class Fleet(Router):
             )
 
 
-def busy_decode_worker(limits: DispatcherLimits | None = None) -> tuple[Fleet, list[Command]]:
+def busy_decode_worker(
+    limits: DispatcherLimits | None = None, machine: str = ""
+) -> tuple[Fleet, list[Command]]:
     """Return a router and the placement of a request that arrived while d was slow and busy."""
-    router = Fleet(limits)
+    router = Fleet(limits, machine)
     router.decode("p", 1, 0.02)
     router.report("p", running=0)
     router.wait(30.0, "p", "d")  # for 30 s, the prefill worker computes no prompts
@@ -64,8 +74,8 @@ def test_idle_prefill_worker_generates_the_answer_if_decode_workers_are_slow() -
     assert router.dispatcher.num_prefill_decisions["together: answer"] == 1
 
 
-def test_answer_returns_to_a_decode_worker_when_prompts_delay_it() -> None:
-    router, _ = busy_decode_worker()
+def let_prompts_delay_the_answer(router: Fleet) -> None:
+    """Let the decode worker become idle, and the prefill worker compute prompts for 30 s."""
     router.step("p", 1, 0)
     assert submits(router(Tick())) == []
     router.decode("d", 1, 0.02, count=300)
@@ -74,9 +84,24 @@ def test_answer_returns_to_a_decode_worker_when_prompts_delay_it() -> None:
     assert router.dispatcher.num_returned == 0
     router.prompts("p", 30.0)
     router.wait(0.5, "p", "d")
+
+
+def test_answer_returns_to_a_decode_worker_when_prompts_delay_it() -> None:
+    router, _ = busy_decode_worker()
+    let_prompts_delay_the_answer(router)
     assert router.dispatcher.num_returned == 1
     yields = router(Ready("d", 1, 2, 1, 0, AT))
     assert [(each.worker, each.request) for each in yields if isinstance(each, Yield)] == [("p", 1)]
+
+
+@pytest.mark.parametrize(("slo_seconds", "expected"), [(0.0, 0), (0.03, 1)])
+def test_answer_moves_between_workers_that_share_cores_only_to_keep_a_bound(
+    slo_seconds: float, expected: int
+) -> None:
+    """Without a bound, prompts would slow the answer down on the decode worker too."""
+    router, _ = busy_decode_worker(DispatcherLimits(tpot_slo_seconds=slo_seconds), "here")
+    let_prompts_delay_the_answer(router)
+    assert router.dispatcher.num_returned == expected
 
 
 def test_answer_returns_if_it_misses_only_there_its_time_per_token() -> None:

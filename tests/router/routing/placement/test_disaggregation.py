@@ -250,7 +250,7 @@ def test_every_placement_is_feasible(
         assert placement.decision.is_disaggregated
     elif by_name[placement.worker].role == "prefill":
         reason = placement.decision.reason if placement.decision else None
-        assert measured == (reason in (Reason.ANSWER, Reason.CORES)) or all(
+        assert measured == (reason in (Reason.ANSWER, Reason.CORES, Reason.SHARED_CORES)) or all(
             view.role == "prefill" for view in views
         )
 
@@ -328,6 +328,39 @@ def test_one_worker_gets_all_requests_while_that_makes_all_answers_faster() -> N
     assert str(getattr(place(*fleet(0.01, 0.02), elsewhere), "decision", None)) != (
         "together: cores"
     )
+
+
+def sharing_workers(prefill_queue: int = 0) -> list[WorkerView]:
+    """Return a busy decode worker and a prefill worker that generate answers equally fast."""
+    return [
+        on_one_machine(worker("p", "prefill", queued=prefill_queue), 0.010, 0.010),
+        on_one_machine(worker("d", "decode", running=2), 0.010, 0.010),
+    ]
+
+
+def test_workers_that_share_cores_get_prompts_and_answers_whatever_their_role() -> None:
+    placement = place(*sharing_workers())
+    assert placement == Placement("p")
+    assert str(placement.decision) == "together: shared cores"
+    assert place(*sharing_workers(prefill_queue=500)) == Placement("d")
+
+
+@pytest.mark.parametrize("how", ["bound", "elsewhere", "operator", "unmeasured"])
+def test_workers_that_share_cores_keep_their_roles(how: str) -> None:
+    views = sharing_workers()
+    demand, cost = FRESH, transfer_cost()
+    if how == "bound":
+        demand = FRESH._replace(tpot_slo_seconds=0.5)
+    elif how == "elsewhere":
+        views.append(worker("e", "decode"))
+    elif how == "operator":
+        views[0].assign("prefill")
+    else:
+        cost = TransferCostModel()
+    placement = LeastLoaded().choose(demand, views, cost, now=100.0)
+    assert placement is not None
+    assert placement.decision is not None
+    assert placement.decision.reason is not Reason.SHARED_CORES
 
 
 def test_worker_that_an_operator_made_a_prefill_worker_generates_no_answers() -> None:
