@@ -33,6 +33,12 @@ def read_quantization(config: Fields) -> QuantizationSpec | None:
         raise config.bad("quantization_config", "an object")
     method = str(found.get("quant_method", ""))
     reader = _READERS.get(method)
+    if method == "squeezellm":
+        raise config.unsupported(
+            "weights quantized by squeezellm are not supported, because its checkpoints are "
+            "pickles, which can run code when they are loaded: use a checkpoint in one of "
+            f"{', '.join(_READERS)}, or in bfloat16"
+        )
     if reader is None:
         raise config.unsupported(
             f"weights quantized by {method or 'an unnamed quant_method'} are not supported: use a "

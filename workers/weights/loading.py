@@ -224,7 +224,7 @@ def find_tensors(folder: Path) -> dict[str, TensorEntry]:
         return _sharded(folder)
     if (folder / SINGLE).is_file():
         return read_header(folder / SINGLE)
-    if any(folder.glob("*.bin")) or any(folder.glob("*.pth")):
+    if any(any(folder.glob(pattern)) for pattern in ("*.bin", "*.pth", "*.pt")):
         raise UnsupportedModel(
             f"{folder} has pickled weights only, which are never loaded (they can run code): "
             "convert them to safetensors"

@@ -186,8 +186,32 @@ def read_matrix(
         region: the rank's part of the weights [outputs, inputs].
 
     Raises:
-        BadCheckpoint: The tensors contradict the module or each other.
+        BadCheckpoint: The tensors contradict the module or each other, or a scale is not finite.
     """
+    matrix = _read(module, tensors, region)
+    num_wrong = matrix.scales.numel() - int(matrix.scales.isfinite().count_nonzero())
+    if num_wrong:
+        raise BadCheckpoint(
+            f"tensor {module.name}.{_scales_suffix(module.scheme)} gives {num_wrong} of "
+            f"{matrix.scales.numel()} scales that are NaN or infinite: expected finite numbers; "
+            "download the checkpoint again"
+        )
+    return matrix
+
+
+def _scales_suffix(scheme: WeightScheme) -> str:
+    """Return the suffix of the tensor that has the scales."""
+    match scheme.storage:
+        case "gptq" | "awq":
+            return "scales"
+        case "bitsandbytes int8":
+            return "SCB"
+        case "bitsandbytes 4 bits":
+            return "weight.nested_absmax" if scheme.nested else "weight.absmax"
+    return scheme.scale_name
+
+
+def _read(module: QuantizedModule, tensors: dict[str, Tensor], region: Region) -> QuantizedMatrix:
     match module.scheme.storage:
         case "mxfp4" | "nvfp4" | "modelopt nvfp4":
             return read_fp4(module, tensors)
@@ -231,9 +255,10 @@ def _groups(
 
 def _scales(module: QuantizedModule, tensors: Mapping[str, Tensor], outputs: int) -> Tensor:
     scheme = module.scheme
+    values = tensors[_scales_suffix(scheme)]
     if scheme.storage in ("gptq", "awq"):
-        return tensors["scales"].T.contiguous()
-    return _per_row(scheme, tensors[scheme.scale_name], outputs)
+        return values.T.contiguous()
+    return _per_row(scheme, values, outputs)
 
 
 def _per_row(scheme: WeightScheme, values: Tensor, outputs: int) -> Tensor:

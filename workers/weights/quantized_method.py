@@ -253,17 +253,18 @@ def log_weight_only(
     schemes = {module.scheme for module in modules.values()}
     has_int8 = not int8_unsupported_reason(device, dtype)
     has_int4 = has_int4_products(device, dtype)
-    lacking = sorted(
-        each.activations
+    lacking = [
+        each
         for each in schemes
         if each.activations
-        and not (each.activations == "int8" and each.bits == 8 and has_int8)
+        and not (each.allows_int8_products and has_int8)
         and not (has_int4_groups(each) and has_int4)
-    )
+    ]
     if lacking:
         log.warning(
-            "%s products are not available on %s with %s: weights stay quantized, and activations "
-            "are not quantized (weight-only)",
-            " and ".join(dict.fromkeys(lacking)).upper(), device.type,
+            "%s products are not available for %s on %s with %s: weights stay quantized, and "
+            "activations are not quantized (weight-only)",
+            " and ".join(sorted({each.activations.upper() for each in lacking})),
+            " and ".join(sorted({each.name for each in lacking})), device.type,
             str(dtype).removeprefix("torch."),
         )  # fmt: skip

@@ -131,11 +131,12 @@ def test_config_of_another_model_is_refused(folder: Path) -> None:
         load_model(folder, "auto", CPU)
 
 
-def test_folder_without_weights_is_refused(folder: Path) -> None:
+@pytest.mark.parametrize("pickle", ["pytorch_model.bin", "consolidated.00.pth", "sq-w4-s0.pt"])
+def test_folder_without_weights_is_refused(folder: Path, pickle: str) -> None:
     (folder / SINGLE).unlink()
     with pytest.raises(BadCheckpoint, match=r"neither model\.safetensors nor"):
         load_model(folder, "auto", CPU)
-    (folder / "pytorch_model.bin").write_bytes(b"")
+    (folder / pickle).write_bytes(b"")
     with pytest.raises(UnsupportedModel, match="pickled weights only"):
         load_model(folder, "auto", CPU)
 

@@ -18,6 +18,7 @@ from penstock.workers.weights.loading import SINGLE, load_model
 from penstock.workers.weights.safetensors import SafetensorsEntry
 from tests.support.checkpoints import make_checkpoint
 from tests.support.quantized import FORMS, make_quantized
+from tests.support.quantized_fp4 import BITSANDBYTES
 
 CPU = torch.device("cpu")
 Tensors = dict[str, torch.Tensor]
@@ -27,10 +28,13 @@ DOWN = "model.layers.1.mlp.down_proj"
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    names = ("fp8-blocks", "fp8-tensor-static", "gptq-4-act-order", "awq", "packed-4-groups")
+    names = (
+        *("fp8-blocks", "fp8-tensor-static", "gptq-4-act-order", "awq", "packed-4-groups"),
+        *("int8-asymmetric", "int8-groups", *BITSANDBYTES),
+    )
     folder = tmp_path_factory.mktemp("made")
     for name in names:
-        make_quantized(folder / name, FORMS[name])
+        make_quantized(folder / name, (FORMS | BITSANDBYTES)[name])
     return {name: folder / name for name in names}
 
 
@@ -201,7 +205,45 @@ def test_products_that_the_device_lacks_are_logged_once(
     load_model(made["fp8-tensor-static"], "auto", CPU)
     load_model(made["awq"], "auto", CPU)
     [record] = [each for each in caplog.records if "weight-only" in each.message]
-    assert "FP8 products are not available on cpu with float32" in record.message
+    assert "FP8 products are not available for fp8 per tensor on cpu with float32" in record.message
+
+
+@pytest.mark.parametrize("name", ["int8-asymmetric", "int8-groups"])
+def test_w8a8_that_no_kernel_multiplies_is_logged(
+    name: str, made: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    [group] = quantization_config(made[name])["config_groups"].values()
+    group["input_activations"] = {"num_bits": 8, "type": "int", "symmetric": True}
+    load_model(changed(made[name], tmp_path, same, config_groups={"group_0": group}), "auto", CPU)
+    [record] = [each for each in caplog.records if "weight-only" in each.message]
+    assert "INT8 products are not available for int8 int8" in record.message
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    ("name", "suffix"),
+    [
+        ("fp8-blocks", "weight_scale_inv"),
+        ("fp8-tensor-static", "weight_scale"),
+        ("int8-groups", "weight_scale"),
+        ("packed-4-groups", "weight_scale"),
+        ("gptq-4-act-order", "scales"),
+        ("awq", "scales"),
+        ("bitsandbytes-nf4", "weight.absmax"),
+        ("bitsandbytes-nf4-nested", "weight.nested_absmax"),
+        ("bitsandbytes-int8", "SCB"),
+    ],
+)
+def test_scales_that_are_not_finite_are_refused(
+    name: str, suffix: str, value: float, made: dict[str, Path], tmp_path: Path
+) -> None:
+    tensor = f"{DOWN}.{suffix}"
+
+    def change(tensors: dict[str, Any]) -> None:
+        tensors[tensor].view(-1)[0] = value
+
+    with pytest.raises(BadCheckpoint, match=f"tensor {tensor} gives .* NaN or infinite"):
+        load_model(changed(made[name], tmp_path, change), "auto", CPU)
 
 
 def test_four_bit_weights_with_int8_activations_use_products_of_integers_if_the_cpu_has_them(
