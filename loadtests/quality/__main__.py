@@ -21,9 +21,12 @@ from penstock.loadtests.quality.checkpoints import (
     Source,
     write_awq,
     write_gptq,
+    write_mxfp4,
     write_nf4,
+    write_nvfp4,
     write_q4_k,
     write_q6_k,
+    write_w8a16,
 )
 from penstock.loadtests.quality.features import product_errors
 from penstock.loadtests.quality.questions import (
@@ -56,6 +59,10 @@ FORMS = {
     "Q4_K": Form("plain rounding; embeddings Q6_K", 2.5, write=write_q4_k),
     "Q6_K": Form("plain rounding", 1.0, write=write_q6_k),
     "NF4": Form("blocks of 64", 2.5, write=write_nf4),
+    # INT8 of bitsandbytes has the same weights.
+    "W8A16": Form("INT8 weights, float activations", 1.0, write=write_w8a16),
+    "MXFP4": Form("blocks of 32", None, write=write_mxfp4),
+    "NVFP4": Form("blocks of 16", None, write=write_nvfp4),
 }
 
 
@@ -90,14 +97,14 @@ def main(arguments: list[str] | None = None) -> None:
             made = folder if form.write is None else form.write(source, Path(scratch) / name)
             found[name] = results_of(made, form.quantization, tokenizer, questions)
             print(f"{name}: {found[name].exact_match:.2f} %", file=sys.stderr, flush=True)
+            if options.save_json:  # after each form: an interrupted run keeps its results
+                _save(Path(options.save_json), options, found, reference)
     print(quality_table(found, reference))
     errors = product_errors()
     print("\n| form | error of the product | share of the form's bound |\n| --- | --: | --: |")
     for name in names:
         each = errors[name]
         print(f"| {name} | {100 * each.relative:.2f} % | {each.of_bound:.2f} |")
-    if options.save_json:
-        _save(Path(options.save_json), options, found, reference)
 
 
 def quality_table(found: dict[str, Results], reference: Results) -> str:

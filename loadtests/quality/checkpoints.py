@@ -19,7 +19,10 @@ from penstock.loadtests.quality.rounding import (
     Rounded,
     clipped,
     gptq,
+    int8,
+    mxfp4,
     nf4,
+    nvfp4,
     q4_k,
     q6_k,
 )
@@ -150,6 +153,70 @@ def write_nf4(source: Source, folder: Path) -> Path:
             ),
         }
     return source.write(folder, tensors, config)
+
+
+def write_w8a16(source: Source, folder: Path) -> Path:
+    """Write a checkpoint with INT8 weights and one scale per channel; activations stay float."""
+
+    def stored(weight: Tensor) -> Tensors:
+        found = int8(weight)
+        return {"weight": found.codes, "weight_scale": found.scales}
+
+    weights = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True,
+               "dynamic": False}  # fmt: skip
+    return _write_compressed(source, folder, "int-quantized", weights, stored)
+
+
+def write_mxfp4(source: Source, folder: Path) -> Path:
+    """Write a checkpoint in MXFP4 form: blocks of 32 with exponents as scales."""
+
+    def stored(weight: Tensor) -> Tensors:
+        found = mxfp4(weight)
+        return {"weight_packed": _pairs(found.codes), "weight_scale": found.scales}
+
+    weights = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32,
+               "symmetric": True, "dynamic": False, "scale_dtype": "torch.uint8"}  # fmt: skip
+    return _write_compressed(source, folder, "mxfp4-pack-quantized", weights, stored)
+
+
+def write_nvfp4(source: Source, folder: Path) -> Path:
+    """Write a checkpoint in NVFP4 form: blocks of 16, and one scale for the matrix."""
+
+    def stored(weight: Tensor) -> Tensors:
+        found = nvfp4(weight)
+        return {
+            "weight_packed": _pairs(found.codes),
+            "weight_scale": found.scales,
+            "weight_global_scale": 1 / found.zeros,
+        }
+
+    weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16,
+               "symmetric": True, "dynamic": False,
+               "scale_dtype": "torch.float8_e4m3fn"}  # fmt: skip
+    return _write_compressed(source, folder, "nvfp4-pack-quantized", weights, stored)
+
+
+def _write_compressed(
+    source: Source,
+    folder: Path,
+    form: str,
+    weights: dict[str, Any],
+    stored: Callable[[Tensor], Tensors],
+) -> Path:
+    """Write a checkpoint in a form of compressed-tensors, with float activations."""
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
+    config = {"quant_method": "compressed-tensors", "format": form, "ignore": ["lm_head"],
+              "config_groups": {"group_0": group}, "quantization_status": "compressed"}  # fmt: skip
+    tensors = dict(source.tensors)
+    for module in source.inputs:
+        found = stored(tensors.pop(f"{module}.weight"))
+        tensors |= {f"{module}.{name}": each for name, each in found.items()}
+    return source.write(folder, tensors, config)
+
+
+def _pairs(codes: Tensor) -> Tensor:
+    """Pack pairs of 4-bit codes into bytes, the first code in the lower bits."""
+    return (codes[:, 0::2] | (codes[:, 1::2] << 4)).to(torch.uint8)
 
 
 def k_quant_writer(round_matrix: Callable[[Tensor], Rounded]) -> Callable[[Source, Path], Path]:

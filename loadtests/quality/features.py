@@ -23,7 +23,10 @@ from penstock.loadtests.quality.rounding import (
     Rounded,
     clipped,
     gptq,
+    int8,
+    mxfp4,
     nf4,
+    nvfp4,
     q4_k,
     q6_k,
 )
@@ -74,6 +77,9 @@ FORMS: dict[str, Callable[[Tensor, Tensor], Rounded]] = {
     "Q4_K": lambda weight, hessian: q4_k(weight),
     "Q6_K": lambda weight, hessian: q6_k(weight),
     "NF4": lambda weight, hessian: nf4(weight),
+    "W8A16": lambda weight, hessian: int8(weight),
+    "MXFP4": lambda weight, hessian: mxfp4(weight),
+    "NVFP4": lambda weight, hessian: nvfp4(weight),
 }
 """Quantization of weights [N, K], given the mean of x xᵀ. AWQ is without its scales of inputs."""
 

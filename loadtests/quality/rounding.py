@@ -1,7 +1,8 @@
 """Quantizes weight matrices to published forms, by plain rounding or with calibration.
 
 The sources are Frantar et al., "GPTQ" (2022), Lin et al., "AWQ" (2023), Dettmers et al., "QLoRA"
-(2023) for NF4, and the block layouts of ggml-common.h for Q4_K and Q6_K.
+(2023) for NF4, the OCP Microscaling Formats specification 1.0 for MXFP4, and the block layouts of
+ggml-common.h for Q4_K and Q6_K.
 """
 
 from dataclasses import dataclass
@@ -9,13 +10,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.kernels.linear.code_tables import NF4
+from penstock.kernels.linear.code_tables import E2M1, NF4
 from penstock.workers.weights.gguf.dequantize import dequantize
 
 GROUP = 128
 """Inputs per group of GPTQ and AWQ."""
 
-NF4_BLOCK = 64
+NF4_BLOCK, MXFP4_BLOCK, NVFP4_BLOCK = 64, 32, 16
 
 DAMPING = 0.01
 """Share of the mean of the Hessian's diagonal that GPTQ adds to the diagonal."""
@@ -120,6 +121,49 @@ def nf4(weight: Tensor) -> Rounded:
     steps = gaps[codes] * scales[:, None] / 2
     found = values[codes] * scales[:, None]
     return Rounded(found.view_as(weight), steps.view_as(weight), codes, scales, scales)
+
+
+def int8(weight: Tensor) -> Rounded:
+    """Round to INT8 with one float32 scale per row."""
+    scales = weight.abs().amax(1, keepdim=True) / 127
+    codes = (weight / scales).round()
+    half_steps = (scales / 2).expand_as(weight)
+    return Rounded(codes * scales, half_steps, codes.to(torch.int8), scales, scales)
+
+
+def mxfp4(weight: Tensor) -> Rounded:
+    """Round blocks of 32 to the values of e2m1. The scales are powers of two."""
+    blocks = weight.view(-1, MXFP4_BLOCK)
+    exponents = blocks.abs().amax(1).clamp_min(2.0**-100).log2().floor() - 2
+    codes, found, steps = _to_e2m1(blocks, exponents.exp2())
+    scales = (exponents + 127).to(torch.uint8).view(len(weight), -1)
+    shape = weight.shape
+    return Rounded(found.view(shape), steps.view(shape), codes.view(shape), scales, scales)
+
+
+def nvfp4(weight: Tensor) -> Rounded:
+    """Round blocks of 16 to the values of e2m1.
+
+    The scales are e4m3 numbers, multiplied by one factor [1] of the matrix: the `zeros`.
+    """
+    blocks = weight.view(-1, NVFP4_BLOCK)
+    largest = blocks.abs().amax(1)
+    factor = largest.amax() / (6 * 448)
+    scales = (largest / 6 / factor).to(torch.float8_e4m3fn)
+    codes, found, steps = _to_e2m1(blocks, scales.float() * factor)
+    shape = weight.shape
+    wide = scales.view(len(weight), -1)
+    return Rounded(found.view(shape), steps.view(shape), codes.view(shape), wide, factor.view(1))
+
+
+def _to_e2m1(blocks: Tensor, scales: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes, dequantized values and half steps of `blocks` [B, size] with `scales` [B]."""
+    magnitudes = torch.tensor(E2M1[:8])
+    scaled = blocks / scales[:, None].clamp_min(2.0**-126)
+    codes = (scaled.abs()[..., None] - magnitudes).abs().argmin(-1)
+    gaps = torch.cat([magnitudes.diff(), magnitudes.diff()[-1:]])
+    found = (magnitudes[codes] * scales[:, None]).copysign(blocks)
+    return codes + 8 * (blocks < 0), found, gaps[codes] * scales[:, None] / 2
 
 
 def q4_k(weight: Tensor) -> Rounded:
