@@ -40,7 +40,7 @@ def aot_cases() -> Iterator[AotCase]:
     )
     quantized = ("_dequantizing_matmul_kernel",)
     cases: tuple[tuple[Kind, int], ...] = (
-        *(("int4", 16), ("int4", 4096), ("fp8", 64)),
+        *(("int4", 16), ("int4", 4096), ("int8", 64), ("fp8", 64)),
         *(("e2m1", 16), ("nf4", 16), ("fp4", 64)),
     )
     for kind, rows in cases:
