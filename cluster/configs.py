@@ -24,7 +24,7 @@ class ClusterSecrets:
 
     # Workers accept only connections from routers that send this token.
     token: str = field(repr=False)
-    # Secret key with which block hashes are computed (see `root_hash`).
+    # Secret key of the hash from which the block hashes of each sequence start (see `root_hash`).
     hash_key: bytes = field(repr=False)
 
     @classmethod
@@ -82,10 +82,10 @@ def router_config(
 def worker_config(
     spec: ClusterSpec, model: Path, shared: ClusterSecrets, placement: WorkerPlacement
 ) -> WorkerConfig:
-    """Return the configuration of the worker at `placement`.
+    """Return the configuration of the worker that runs at `placement`.
 
     All sizes are those of the worker's own pool, even after an operator has changed the worker's
-    role. `host` is set later, on the node where the worker runs.
+    role. The field `host` is set later, on the node where the worker runs.
     """
     pool: PoolSpec = getattr(spec.pools, placement.role)
     return WorkerConfig(

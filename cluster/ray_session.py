@@ -25,7 +25,7 @@ from penstock.cluster.processes.environment import child_environment
 from penstock.cluster.processes.process_tree import DescendantTracker, is_alive
 from penstock.workers.rank.core_sharing import marks_path, remove_unused_marks
 
-# Penstock stores no objects, so this is about the minimum that Ray accepts.
+# Size of Ray's object store. Penstock stores no objects, so this is about Ray's minimum size.
 OBJECT_STORE_BYTES = 80 * 2**20
 # Longest folder name with which the paths of Ray's sockets stay below 107 characters.
 LONGEST_TEMP = 40
@@ -108,7 +108,10 @@ class RaySession:
             ray.init(address=self._address, log_to_driver=False, logging_level=logging.ERROR)
 
     def is_alive(self) -> bool:
-        """Return True unless this is a local Ray that has lost its GCS server or its raylet."""
+        """Return whether the vital processes of a local Ray run: its GCS server and its raylet.
+
+        For a connection to a running Ray cluster, the result is always True.
+        """
         return all(map(is_alive, self._vital))
 
     def _start_local(self) -> None:
@@ -157,7 +160,8 @@ class RaySession:
     def _wait_for_node(self, gcs_address: str, node_id: str) -> Any:
         """Wait until the raylet has registered its node, and return the node's description.
 
-        Replaces a function that Ray calls for only 30 s, which is too short on a busy machine.
+        This method replaces `get_node` of Ray. Ray would call `get_node` for only 30 s, which is
+        too short on a busy machine.
 
         Raises:
             OSError: the raylet or the GCS server has ended.
@@ -178,7 +182,7 @@ class RaySession:
 
     def stop(self) -> None:
         """Shut Ray down, kill all local processes of Ray, and delete Ray's files."""
-        # Record the processes now, because only Linux finds orphans later.
+        # Record the processes now, because orphans can be found later only on Linux.
         self._descendants.alive()
         with suppress(Exception):  # Ray may be only partly started. `abandon` then kills the rest.
             ray.shutdown()
@@ -187,7 +191,7 @@ class RaySession:
         self.abandon()
 
     def abandon(self) -> None:
-        """Kill Ray's processes at once and delete Ray's files, without shutting Ray down."""
+        """Kill Ray's processes immediately and delete Ray's files, without shutting Ray down."""
         self._descendants.kill(SECONDS_TO_EXIT)
         # Delete the files last, because a process that is still alive may write new ones.
         if self._folder is not None:

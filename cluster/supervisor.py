@@ -58,7 +58,8 @@ class Supervisor:
     def __init__(
         self, spec: ClusterSpec, model: Path, report: Report, api_keys: Sequence[ApiKey] = ()
     ) -> None:
-        # The secrets are new at every start, so workers accept only routers of this cluster.
+        # The secrets are new at every start of a cluster. The workers therefore accept only the
+        # routers of this cluster.
         self._secrets = ClusterSecrets.new()
         self._spec = spec
         self._model = model
@@ -176,7 +177,7 @@ class Supervisor:
             router.given_up = False
 
     def _on_given_up(self, title: str, failure: StartFailed, seconds: float) -> None:
-        # Before the cluster serves, the error ends it, because the operator must remove the cause.
+        # Before the cluster serves, end it, because the operator must remove the cause.
         if not self._serving:
             raise failure
         self._report(title, GivenUp(failure.reason, seconds))

@@ -7,14 +7,17 @@ from collections import deque
 from typing import NamedTuple
 
 BURST_SECONDS = 5.0
-"""Shortest interval over which a burst's rate is averaged, so that one long prompt is no burst."""
+"""Shortest interval over which the rate of a burst is averaged.
+
+Over a shorter interval, a single long prompt would look like a burst.
+"""
 
 
 class Rates(NamedTuple):
     """Arrival rates of prompt tokens, in tokens per second."""
 
     recent: float  # average arrival rate over the last `window` seconds
-    average: float  # average arrival rate over all stored samples
+    average: float  # average arrival rate over the `memory` seconds that `rates` was given
     burst: float  # largest arrival rate over any interval of at most `window` seconds
 
 
@@ -53,7 +56,7 @@ class ArrivalRate:
         return came
 
     def rates(self, memory: float) -> Rates:
-        """Return the arrival rates and drop the samples that are too old to matter for them.
+        """Return the arrival rates, and drop the samples that are too old to change a rate.
 
         The average and the largest burst are those of the last `memory` seconds.
         """
@@ -79,7 +82,10 @@ class ArrivalRate:
         )
 
     def _window_samples(self) -> list[tuple[float, int]]:
-        """Return the samples of the window, newest first, and the last sample before the window."""
+        """Return the samples of the last `window` seconds, and the last sample before that time.
+
+        The newest sample is the first of the result.
+        """
         found = []
         for each in reversed(self._sums):
             found.append(each)

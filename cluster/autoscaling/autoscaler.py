@@ -30,15 +30,18 @@ from penstock.cluster.autoscaling.late_work import LateWorkModel
 from penstock.common.worker_load import NO_LOAD, WorkerLoad
 
 CALIBRATED_SECONDS = 1.0
-"""A worker's measured rate counts once the worker has computed prompts for this many seconds."""
+"""Seconds that a worker must have spent on computing prompts before its rate is used."""
 MEMORY_COLD_STARTS = 20
-"""Number of cold starts for which a burst is remembered, so that slow starts keep bursts longer."""
+"""A burst is remembered for this many times the cold start time of the pool."""
 INITIAL_SIZE_FADE_SECONDS = 7200.0
-"""Seconds in which the kept share of a pool's initial size falls linearly to 0."""
+"""Seconds in which the share `hedge` of a pool's initial size decreases linearly to 0."""
 NEARLY_FULL = 0.9
-"""If this share of a mixed pool's sequence limit is used, queued requests count as decode load."""
+"""Share of a mixed pool's sequence limit from which queued requests count as decode load.
+
+This holds only in clusters with a TTFT SLO. In other clusters, queued requests always count.
+"""
 MAX_WORKERS = 10**6
-"""Largest number of workers that the computed need of a pool may have."""
+"""Upper limit of the number of workers that is computed as the need of a pool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +66,11 @@ class ScalingPolicy:
     up: float = 15.0  # the size of a pool at most doubles within this time
     down: float = 120.0  # a pool shrinks once it has needed fewer workers for this long
     down_step: float = 15.0  # minimum time between the drains of two workers of a pool
-    # Fraction of (largest burst - average rate) for which spare workers are kept.
+    # Fraction of (largest burst - average rate) for which workers are kept beyond those for the
+    # largest burst.
     headroom: float = 0.25
-    # Share of the initial size that is kept at first. If it is 0, `headroom` is used instead.
+    # Share of a pool's initial size that the pool keeps at first, if the cluster has a TTFT SLO. In
+    # other clusters it is 0, and `headroom` is used instead.
     hedge: float = 0.0
     late: float = 0.0  # Share of the work that may be late. Used only if `hedge` is not 0.
 
@@ -81,8 +86,8 @@ TTFT_SLO_POLICY = ScalingPolicy(rate_window=60.0, down=30.0, down_step=5.0, hedg
 """The scaling policy for clusters with a TTFT SLO.
 
 Routers order queued prompts by deadline, so that a burst makes few prompts late. A worker that is
-started for a burst serves only after the burst. A pool therefore keeps enough workers to have met
-nearly all recent deadlines. At first, it also keeps most of its initial size.
+started for a burst serves only after the burst. A pool therefore keeps as many workers as would
+have met nearly all recent deadlines. At first, the pool also keeps most of its initial size.
 """
 TTFT_SLO_WAIT_SECONDS, TTFT_SLO_UTILIZATION = 4.0, 0.95
 """Values of `PoolLimits.wait_seconds` and `PoolLimits.busy` in clusters with a TTFT SLO."""
@@ -95,7 +100,7 @@ class ServingWorker:
     name: str
     reported_at: float  # time of the last load report
     load: WorkerLoad = NO_LOAD
-    # Number of running sequences. In a decode pool, queued sequences are included.
+    # Number of running sequences. In a decode pool, also the queued sequences of the worker.
     sequences: int = 0
     max_sequences: int = 1  # largest number of sequences that the worker can run at once
 
@@ -342,9 +347,9 @@ class Autoscaler:
 def _queue_term(state: PoolInputs, seconds: float, wait: float) -> float:
     """Return the number of workers that are needed to compute the queued prompts in time.
 
-    The work that the serving workers do during a cold start is subtracted from the queued work.
-    Requested workers are subtracted from the result. Otherwise a queue that grows during a cold
-    start would request the same workers again.
+    The function first subtracts, from the queued work, the work that the serving workers can do
+    during a cold start. It then subtracts the workers that were requested but do not serve yet.
+    Otherwise a queue that grows during a cold start would request the same workers again.
 
     Args:
         seconds: queued work, in worker-seconds.
@@ -388,7 +393,11 @@ def _is_needed(state: PoolInputs) -> bool:
 
 
 def _remember(past: deque[tuple[float, int]], now: float, value: int, seconds: float) -> None:
-    """Append (`now`, `value`) and drop entries that are not needed for the last `seconds`."""
+    """Append (`now`, `value`), and drop the entries from before the last `seconds`.
+
+    The newest entry from before that interval is kept, because its value was still valid when the
+    interval began.
+    """
     past.append((now, value))
     while len(past) > 1 and past[1][0] <= now - seconds:
         past.popleft()

@@ -1,4 +1,4 @@
-"""Builds the limits and the inputs of the autoscaler, and reports the autoscaler's status.
+"""Connects the autoscaler to a cluster: builds its limits and inputs, and reports its status.
 
 This module does no I/O and reads no clock. The supervisor provides the workers and their phases.
 The routers provide their queues and the last reported load of each worker.
@@ -86,7 +86,7 @@ class AutoscalerInputs:
     """Builds the inputs of the autoscaler from the states that routers report."""
 
     def __init__(self) -> None:
-        self._counted = 0  # total number of prompt tokens at the last call of `pools`
+        self._counted = 0  # value of `ClusterState.prompt_tokens` at the last call of `pools`
         self._uncached = 0.0  # estimated total of uncached prompt tokens that have arrived
         self._cold_starts = ColdStartTimes()
 
@@ -117,10 +117,10 @@ class AutoscalerInputs:
         }
 
     def _count_arrivals(self, state: snapshot.ClusterState) -> None:
-        """Add the new prompt tokens that were probably not cached.
+        """Add the number of new prompt tokens, without those that were probably cached.
 
-        The estimate applies the prefix cache hit rate of all prompt tokens so far to the new
-        tokens.
+        The new tokens are assumed to have the same prefix cache hit rate as all prompt tokens
+        that workers have reported so far.
         """
         new = state.prompt_tokens - self._counted
         self._counted = state.prompt_tokens
@@ -185,7 +185,10 @@ class AutoscalerAdapter:
 def reassigned_workers(
     state: snapshot.ClusterState, placements: Sequence[WorkerPlacement]
 ) -> frozenset[str]:
-    """Return the names of the workers to which operators gave another role than their pool's."""
+    """Return the names of the workers whose role differs from their pool's.
+
+    Only operators change roles.
+    """
     own = {each.name: each.role for each in placements}
     given = {name: each.role for name, each in state.roles.items() if name in own}
     return frozenset(name for name, role in given.items() if role != own[name])

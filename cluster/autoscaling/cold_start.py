@@ -10,7 +10,7 @@ from statistics import median
 from penstock.cluster.autoscaling.pool_changes import Phase
 
 NUM_REMEMBERED = 5
-"""Number of recent cold starts of a pool whose median is the pool's cold start time."""
+"""The cold start time of a pool is the median of this many recent cold starts."""
 
 
 class ColdStartTimes:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class GrowthRequest:
-    """Present and desired size of one pool, for `grant`."""
+    """Input of `grant` for one pool: its present and its desired number of workers."""
 
     count: int  # number of workers that serve or have been requested
     desired: int
@@ -15,10 +15,11 @@ class GrowthRequest:
 
 
 def grant(requests: Sequence[GrowthRequest], budget: int) -> list[int]:
-    """Return the number of workers that each pool may have, at most its desired number.
+    """Return the number of workers that each pool may have under the GPU budget.
 
-    The budget limits only the growth of pools. It never takes workers from a pool. New workers are
-    granted one at a time to the pool with the largest ratio of desired to granted workers.
+    The number is at most the desired number of the pool. The budget limits only the growth of
+    pools, and never takes workers from a pool. New workers are granted one at a time. Each goes to
+    the pool whose ratio of desired to granted workers is largest.
 
     Args:
         budget: number of GPUs that all pools may use together.

@@ -1,17 +1,19 @@
-"""Estimates how much of the past work a pool of each size would have computed too late.
+"""Estimates, for each pool size, how much of the past work would have been computed too late.
 
-This module reads no clock. The caller passes the times. The model simulates the backlog of every
-pool size in parallel. Work is late if it would wait for longer than `max_wait`. Late work is
-removed from the backlog, because routers with a TTFT SLO queue it behind all other work.
+The model simulates the backlog of every pool size. Work is late if it would wait for longer than
+`max_wait`. Late work is removed from the backlog, because routers with a TTFT SLO queue late
+prompts behind all others.
 
-A high load that lasts longer than a cold start makes the autoscaler start workers anyway. Late work
-therefore counts only until one cold start after the backlog was last empty.
+If a high load lasts longer than a cold start, the autoscaler starts workers anyway. Late work
+therefore counts only if it occurs within one cold start time after the backlog was last empty.
+
+This module reads no clock. The caller passes the times.
 """
 
 from math import exp
 
 MEMORY_SECONDS = 3600.0
-"""Past work is weighted with an exponential decay that has this time constant."""
+"""Time constant of the exponential decay by which older work gets less weight."""
 
 
 class LateWorkModel:
@@ -58,7 +60,7 @@ class LateWorkModel:
             self._late[index] = kept * self._late[index] + late * is_recent
 
     def smallest_size(self, max_late_fraction: float) -> int:
-        """Return the smallest size for which at most `max_late_fraction` of all work is late.
+        """Return the smallest pool size for which at most `max_late_fraction` of all work is late.
 
         The observed work of a short history is extrapolated to a history much longer than
         `MEMORY_SECONDS`. The work that the extrapolation adds counts as computed in time.

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import psutil
 
-# If this environment variable is not set, the node cannot be drained.
+# Environment variable with the folder that routers and workers watch. If it is not set, they cannot
+# be drained together with their node.
 FOLDER_VARIABLE = "PENSTOCK_LEAVE_FOLDER"
 DRAIN_FILE = "leave"
 PROCESS_SUFFIX = ".hosted"
@@ -24,9 +25,12 @@ POLL_SECONDS = 0.25
 
 
 async def drain_on_request(drain: Callable[[float], Awaitable[None]]) -> None:
-    """Wait until this node must drain, and then call `drain` with the time limit in seconds.
+    """Wait until `drain_node` is called on this node, and then drain this process.
 
-    Return at once if the variable `PENSTOCK_LEAVE_FOLDER` is not set.
+    Return immediately if the environment variable `PENSTOCK_LEAVE_FOLDER` is not set.
+
+    Args:
+        drain: drains this process; its argument is the time limit in seconds.
     """
     if FOLDER_VARIABLE not in os.environ:
         return

@@ -1,9 +1,10 @@
-"""Packs workers onto nodes: decides which node each pipeline stage of each worker would use.
+"""Packs workers onto nodes: chooses a node for each pipeline stage of each worker.
 
 The algorithm is greedy and places the largest workers first. All ranks of a stage share a node. The
 setting `stages` of a pool decides whether the stages of a worker share nodes if possible, or are
 all on different nodes. Ranks of pools without a `cpus` setting get equal shares of the CPUs that
-remain on their node. This module does no I/O.
+remain on their node. The result shows that the workers fit; Ray makes the final choice of nodes.
+This module does no I/O.
 """
 
 from bisect import bisect_left
@@ -50,7 +51,7 @@ class PlacementRequest:
 
     @property
     def may_wait(self) -> bool:
-        """True if only the autoscaler may start the worker, and False for an initial worker."""
+        """True for a worker that only the autoscaler starts; False for an initial worker."""
         return self.index >= self.pool.replicas
 
 
@@ -61,14 +62,14 @@ class PackingResult:
     even_cpus: Mapping[str, float]  # smallest number of CPUs that a rank gets, by role
     # Workers for which no node has room.
     unplaced: list[PlacementRequest] = field(default_factory=list)
-    # Workers on nodes whose topology label has one of the values in `topology_values`.
+    # Workers of which all stages are on nodes with one of the label values in `topology_values`.
     near: set[PlacementRequest] = field(default_factory=set)
-    # Label values of the nodes that were preferred. Empty if locality was not considered.
+    # Values of the topology label of the preferred nodes. Empty if no nodes were preferred.
     topology_values: Sequence[str] = ()
 
 
 def pack(requests: Sequence[PlacementRequest], nodes: Sequence[NodeCapacity]) -> PackingResult:
-    """Assign nodes to all workers that fit. `nodes` itself is not changed."""
+    """Assign nodes to all workers that fit. The objects in `nodes` are not changed."""
     packed = _Packing(requests, nodes).result(requests)
     assert packed is not None, "cannot fail without `near`"
     return packed
@@ -81,7 +82,7 @@ def pack_by_topology(
     apart: PackingResult,
     spare: float,
 ) -> PackingResult:
-    """Pack again, so that workers share nodes with one or a few values of the topology label `key`.
+    """Pack the workers onto nodes that have one or a few values of the topology label `key`.
 
     The function tries four searches, in this order, and stops at the first that succeeds:
 
@@ -100,7 +101,7 @@ def pack_by_topology(
 
     Args:
         apart: result of `pack`, which ignores the topology label.
-        spare: number of CPUs by which the even share of a rank may shrink.
+        spare: number of CPUs by which the even share of a rank without a GPU may shrink.
 
     Returns:
         The first result that is not rejected, or `apart` if there is none. If the nodes have fewer
@@ -146,7 +147,8 @@ class _TopologySearch:
                 gpus, cpus = self._free.get(value, (0, 0.0))
                 self._free[value] = (gpus + node.gpus, cpus + node.cpus)
 
-        # Label values whose nodes have the most free GPUs, then the most free CPUs, come first.
+        # The label values, sorted by the free GPUs of their nodes, then by the free CPUs. The
+        # largest numbers come first.
         self._values = sorted(self._free, key=lambda v: (-self._free[v][0], -self._free[v][1], v))
 
     def on_one_value(self, goal: Sequence[PlacementRequest]) -> PackingResult | None:
@@ -160,7 +162,8 @@ class _TopologySearch:
     def on_fewest_values(self, goal: Sequence[PlacementRequest]) -> PackingResult | None:
         """Pack all workers. Place those of `goal` on nodes with as few label values as possible.
 
-        Try 2 or more values, but not all of them. Return None if no such number is enough.
+        The smallest number to try is 2, and the largest is one less than the number of all label
+        values. Return None if none of these numbers is enough.
         """
         # Bisect, because nodes with more label values nearly always have room for more workers.
         # The range excludes the set of all label values, which would give no locality.
@@ -193,9 +196,9 @@ class _TopologySearch:
         return found
 
     def _may_do(self, goal: Sequence[PlacementRequest], values: Iterable[str]) -> bool:
-        """Return False if the nodes with `values` have too few free resources in total for `goal`.
+        """Return whether the nodes with `values` have enough free resources in total for `goal`.
 
-        This test is cheap and saves most packings that would fail.
+        This test is cheap, and avoids most packings that would fail.
         """
         gpus = sum(self._free[value][0] for value in values)
         cpus = sum(self._free[value][1] for value in values)
@@ -216,7 +219,13 @@ def _min_even_cpus(request: PlacementRequest, apart: float, spare: float) -> flo
 
 
 class _Packing:
-    """One packing of workers. Nodes for which `is_near` returns True are tried first."""
+    """One packing of workers onto nodes.
+
+    Args:
+        requests: the workers.
+        nodes: the nodes. The objects are copied and not changed.
+        is_near: returns whether a node is preferred. Preferred nodes are tried first.
+    """
 
     def __init__(
         self,
@@ -263,7 +272,10 @@ class _Packing:
 
 
 def _lowest_even_cpus(nodes: Iterable[NodeCapacity]) -> float:
-    """Return the smallest even CPU share of any rank, or `MIN_CPUS` if no rank has one."""
+    """Return the smallest even CPU share of any rank, or `MIN_CPUS` if no rank has an even share.
+
+    An even share is the share of a rank whose pool has no `cpus` setting.
+    """
     return min((node.even_cpus for node in nodes if node.num_even_ranks), default=MIN_CPUS)
 
 
@@ -288,7 +300,11 @@ def _assign_nodes(request: PlacementRequest, nodes: Sequence[NodeCapacity]) -> b
 def _best_node(
     request: PlacementRequest, nodes: Sequence[NodeCapacity], used: Sequence[NodeCapacity]
 ) -> NodeCapacity | None:
-    """Return the best node for a worker's next stage, or None. Earlier stages are on `used`."""
+    """Return the best node for a worker's next stage, or None if no node has room.
+
+    Args:
+        used: the nodes of the worker's earlier stages.
+    """
     fitting = [node for node in nodes if _fits(request, node)]
     if request.pool.stages == "spread":
         fitting = [node for node in fitting if node not in used]

@@ -26,7 +26,7 @@ _NOWHERE: Mapping[str, str] = MappingProxyType({})
 
 
 class PlacementError(ValueError):
-    """A worker or router has no room. The message lists the needed and the free resources."""
+    """No node has room for a worker or router. The message lists needed and free resources."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +89,12 @@ def plan_placements(spec: ClusterSpec, nodes: Sequence[Node]) -> list[WorkerPlac
     """Return the placements of all workers that `spec` allows, sorted by pool and worker number.
 
     CPUs are divided among the initial workers and the workers that the autoscaler may start later.
-    On an existing Ray cluster, later workers need not fit now, because nodes can be added.
+    On an existing Ray cluster, the later workers need not fit now, because nodes can be added.
 
-    Ranks use GPUs if a node of the pool has any. The pool's setting `gpus` overrides this.
+    If a pool does not set `gpus`, its ranks use GPUs if a node of the pool has any.
 
     With `pool_nodes`, a worker also requests its pool's Ray resource and waits for a node with
-    room. Its locality then depends on how the nodes were created.
+    room. The nodes are then not chosen for locality.
 
     Raises:
         PlacementError: a router or an initial worker does not fit on `nodes`.
@@ -152,7 +152,8 @@ def _packed(
     """
     packed = pack(requests, capacities)
     for request in packed.unplaced:
-        # A GPU worker that starts later need not fit, because all pools share the GPU budget.
+        # GPU workers that start later need not all fit: the GPU budget, which all pools share,
+        # limits their number.
         if not request.may_wait or (spec.ray_address is None and not request.gpus):
             raise PlacementError(
                 f"no room for {request.role} worker {request.index}, which needs "
@@ -164,7 +165,10 @@ def _packed(
 
 
 def _fewest_cpus(request: PlacementRequest, nodes: Sequence[Node]) -> int:
-    """Return the CPUs of the smallest node on which a worker may run, or 0 if there is no node."""
+    """Return the CPUs of the smallest node on which a worker may run.
+
+    Nodes with less than one CPU are ignored. The result is 0 if there is no other node.
+    """
     able = [
         node.cpus
         for node in nodes
@@ -191,7 +195,7 @@ def _to_placement(
     spare: float = 0.0,
     most_threads: int = 0,
 ) -> WorkerPlacement:
-    # Round down to hundredths, so that the ranks still fit on the node after Ray's rounding.
+    # Ray rounds amounts of resources. Round down to hundredths, so that the ranks still fit.
     cpus = request.cpus if request.cpus is not None else int(even_cpus * 100 + 1e-6) / 100
     bundle = {"CPU": cpus * request.ranks} | dict(more)
     if request.gpus:
@@ -256,10 +260,10 @@ def _values(node: Node, keys: Collection[str]) -> str:
 def describe_locality(
     spec: ClusterSpec, placements: Sequence[WorkerPlacement], nodes: Sequence[Node]
 ) -> str:
-    """Describe in one line on which nodes the workers are placed for locality.
+    """Return a line of text about the nodes on which workers are placed near each other.
 
-    Return "" if locality does not matter, because `pool_nodes` is set or the nodes have fewer than
-    two values of the topology label.
+    Return "" if workers are not placed by locality. The reason may be that `pool_nodes` is set, or
+    that the nodes have fewer than two values of the topology label.
     """
     key = spec.topology_key
     if spec.pool_nodes or len({node.labels.get(key) for node in nodes} - {None, ""}) < 2:

@@ -18,7 +18,7 @@ from penstock.cluster.placement.placement import (
 from penstock.cluster.ray_session import free_nodes
 from penstock.cluster.status.status_events import Progress, Report
 
-PLACEMENT_TIMEOUT_SECONDS = 60  # time limit for Ray to grant resources that seem free
+PLACEMENT_TIMEOUT_SECONDS = 60  # time limit for Ray to place a group whose resources seem free
 EXPLAIN_WAIT_SECONDS = 5  # after this wait, the progress report names the missing resources
 # Time to wait for nodes with the preferred labels; afterwards, any node is accepted.
 SECONDS_NEAR = 20

@@ -12,9 +12,10 @@ from penstock.router.observability.snapshot import ClusterState, PoolState, Rout
 
 
 class ClusterAggregator:
-    """Merges the states of all routers, and sums their prompt tokens over router restarts.
+    """Merges the states of all routers, and counts the prompt tokens of all routers.
 
-    A restarted router counts from 0 again, so the last total of each router is kept.
+    A restarted router counts its prompt tokens from 0 again. The aggregator therefore keeps the
+    last total of each router, so that its own total never decreases.
     """
 
     def __init__(self) -> None:
@@ -63,7 +64,7 @@ def router_states(
     A router that did not reply has the state "down".
 
     Args:
-        addresses: the HTTP, gRPC and operators' address of each router, by router name.
+        addresses: for each router, by name, the addresses of its HTTP, gRPC and operators' ports.
     """
     found = []
     for name, state in states.items():
@@ -101,7 +102,10 @@ def _workers(states: Sequence[ClusterState]) -> list[WorkerState]:
 
 
 def _pools(states: Sequence[ClusterState]) -> list[PoolState]:
-    """Return the states of all pools, sorted by name, with the queues of all routers added up."""
+    """Return the states of all pools, sorted by name.
+
+    The queue of a pool is the sum over all routers.
+    """
     found: dict[str, list[PoolState]] = {}
     for state in states:
         for pool in state.pools:

@@ -16,13 +16,13 @@ from penstock.router.observability.snapshot import ClusterState, RouterState, Sc
 
 
 class ManagedRouter:
-    """A router, and the worker addresses and roles that each new process of the router must get.
+    """A router whose successive processes use the same ports and get the same workers and roles.
 
     Args:
         config: configuration of the router's first process.
         report: called with the events of the router's processes.
         own_node: whether the router needs a node with the Ray resource `router`.
-        with_events: whether routers and workers also log events of single requests.
+        with_events: whether the router and the workers also log an event for each request.
         roles: worker roles that operators have set. All routers of a cluster share this object.
     """
 
@@ -36,11 +36,11 @@ class ManagedRouter:
     ) -> None:
         self.title = config.name.replace("-", " ")
         self.config = config
-        self.with_events = with_events  # the setting also applies to the workers of the router
+        self.with_events = with_events
         self.given_up = False
         self._resources = {"router": 1} if own_node else {}
         self.ready = asyncio.Event()
-        # The HTTP and gRPC addresses, and the HTTP address for operators.
+        # The addresses of the HTTP, gRPC and operators' ports.
         self.addresses = ("", "", "")
         self.actor: ActorHandle | None = None
         # For each worker, by name, the function that declares it dead for a given reason.
@@ -66,7 +66,7 @@ class ManagedRouter:
 
     @property
     def waiting_for(self) -> str:
-        """Text about the resource for which the router waits, or "" if no such wait is known."""
+        """Text about the resource for which the router waits, or "" if it waits for none."""
         if self._resources and self.actor is not None and self.actor.process is None:
             return "no node with the Ray resource `router` has room yet"
         return ""
@@ -113,7 +113,7 @@ class ManagedRouter:
         return state
 
     async def show_cluster(self, scaling: Scaling, routers: Sequence[RouterState]) -> None:
-        """Send the autoscaling status and all router states, which the router's `/status` shows."""
+        """Send the autoscaling status and the states of all routers, which `/status` shows."""
         if self.actor is not None and self.actor.up:
             await self.actor.call("show_cluster", scaling, list(routers))
 

@@ -19,7 +19,7 @@ PLACEMENT_CHECK_SECONDS = 5.0  # interval at which the placement is checked whil
 
 
 class WorkerListener(Protocol):
-    """Receives the addresses and exits of workers, and may declare a worker dead."""
+    """Receives the addresses and the exits of workers. May also declare a worker dead."""
 
     # For each worker, by name, the function that declares it dead for a given reason.
     declare_dead: dict[str, Callable[[str], None]]
@@ -101,10 +101,10 @@ class ManagedWorker:
         return self.rank_group
 
     async def _watch_placement(self, rank_group: RankGroup) -> None:
-        """Kill a starting worker that has lost its placement, so that the worker is started again.
+        """Kill a starting worker if its placement is lost, so that the worker is started again.
 
-        Ray may notice the death of a node only after it has granted the placement. Without this
-        check, the start of a worker on that node would hang.
+        Ray may place a worker on a dead node, because Ray notices the death of a node late. Without
+        this check, the start of the worker would hang.
         """
         await asyncio.sleep(PLACEMENT_CHECK_SECONDS)
         while not await self._reservation.is_lost():

@@ -35,12 +35,12 @@ class RouterSet:
 
     @property
     def addresses(self) -> list[tuple[str, str, str]]:
-        """The HTTP, gRPC and operators' (HTTP) address of each router."""
+        """For each router, the addresses of its HTTP, gRPC and operators' ports."""
         return [router.addresses for router in self.all]
 
     @property
     def is_lost(self) -> bool:
-        """True if no router is left, because each of them has failed to start too often."""
+        """True if every router has been given up, because it could not be restarted."""
         return all(router.given_up for router in self.all)
 
     async def ready(self) -> None:
@@ -104,9 +104,9 @@ class RouterSet:
 
 
 async def _gather_bounded(calls: Iterable[Awaitable[T]]) -> list[T | None]:
-    """Wait for all calls and return the result of each.
+    """Wait for all calls, each with a time limit, and return the result of each.
 
-    The result of a call that timed out is None. The call may still take effect.
+    The result of a call that timed out is None. Such a call may still take effect.
     """
     return await asyncio.gather(*map(_bounded, calls))
 

@@ -16,7 +16,7 @@ Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 
 
 class Worker(Managed, Protocol):
-    """A worker of a pool, as `ManagedWorker` implements it."""
+    """A worker of a pool. Implemented by `ManagedWorker`."""
 
     @property
     def ready(self) -> asyncio.Event:
@@ -66,9 +66,9 @@ class WorkerPool:
         spawn: starts a background task. An exception in the task ends the cluster.
         drain_seconds: time limit for draining a worker.
         report: called with status events.
-        on_given_up: called when a worker could not be started, with the worker's title, the
-            failure, and the seconds until the placement may be used again. If it raises, the
-            cluster ends.
+        on_given_up: called when a worker could not be started. Its arguments are the worker's
+            title, the failure, and the seconds until the placement may be used again. An exception
+            that it raises ends the cluster.
         pause: waits for a given number of seconds.
     """
 
@@ -116,7 +116,7 @@ class WorkerPool:
     def scale_to(
         self, wanted: int, busy: Mapping[str, float], reassigned: Collection[str] = ()
     ) -> None:
-        """Begin to start or drain workers, in order to reach `wanted` workers.
+        """Begin to start or drain as many workers as needed to reach `wanted` workers.
 
         Args:
             wanted: number of workers to reach. Draining and reassigned workers do not count.

@@ -16,7 +16,7 @@ from penstock.cluster.status.status_events import ProcessEvent, Progress
 SECONDS_TO_STOP = 10.0
 RETRY_SECONDS = 0.5
 PING_TIMEOUT_SECONDS = 30.0
-DRAIN_REPLY_SECONDS = 5.0  # extra seconds for the reply to a drain request
+DRAIN_REPLY_SECONDS = 5.0  # seconds to wait for the reply after the time limit of a drain
 
 
 class StartFailed(RuntimeError):
@@ -40,7 +40,7 @@ class ActorHandle:
 
     Args:
         title: name of the process in reports.
-        actor: Ray's handle of the actor. It must not be used elsewhere.
+        actor: Ray's handle of the actor, which other code must not use.
         on_event: called with the title and each event of the process.
         ping_timeout: seconds without a reply after which a started process counts as dead.
     """
@@ -87,7 +87,7 @@ class ActorHandle:
         return self._process
 
     def kill_by_ray(self) -> None:
-        """Kill the process through Ray. `death` then returns, as it does after any other exit."""
+        """Kill the process through Ray. A task that waits in `death` then gets the reason."""
         ray.kill(self._actor)
 
     async def call_start(self, method: str, *arguments: object) -> Any:
@@ -99,11 +99,11 @@ class ActorHandle:
             raise StartFailed(self.title, _reason(error), certain) from None
 
     async def death(self) -> str:
-        """Wait until the process is dead or declared dead. Return the reason, in one line."""
+        """Wait until the process has died or is declared dead. Return the reason, in one line."""
         return await asyncio.shield(self._death)
 
     def declare_dead(self, reason: str) -> None:
-        """Mark the process as dead, because of `reason`."""
+        """Let `death` return `reason`, although the process may still run."""
         if not self._death.done():
             self._death.set_result(reason)
 
@@ -148,7 +148,7 @@ class ActorHandle:
                     if not (self.up and isinstance(item, Progress)):
                         self._on_event(self.title, item)
             except ActorUnavailableError:
-                # The process cannot be reached now, but may still be alive.
+                # The process may still be alive, although Ray cannot reach it now. Try again.
                 await asyncio.sleep(RETRY_SECONDS)
             except RayError as error:
                 self.declare_dead(_reason(error))
@@ -161,8 +161,8 @@ class ActorHandle:
 
     async def _is_responsive(self) -> bool:
         ping = asyncio.create_task(self._ping())
-        # If this process itself was paused, a wait may time out although the reply has arrived.
-        # Two waits of half the timeout are safe, because the second wait finds such a reply.
+        # Wait twice for half of the timeout. If this process itself was paused, the first wait may
+        # time out although the reply has arrived. The second wait then finds the reply.
         for _ in range(2):
             done, _ = await asyncio.wait({ping}, timeout=self._ping_timeout / 2)
             if done:

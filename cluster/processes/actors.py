@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 import ray.util
 
-# Use Ray's copy of setproctitle, because it has moved the process title in memory.
-# Another copy of setproctitle would not find the title that Ray's copy has moved.
+# Use the copy of setproctitle inside Ray. It has moved the memory of the process title, so another
+# copy of setproctitle would not find the title.
 from ray._raylet import setproctitle  # type: ignore[attr-defined]
 
 from penstock.cluster.kubernetes import node_drain, readiness_probe
@@ -41,27 +41,29 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Ray must neither repeat calls nor restart actors, because the supervisor replaces dead actors.
+# Settings with which Ray neither repeats calls nor restarts actors. The supervisor replaces dead
+# actors itself.
 NO_RAY_RESTARTS = {"max_restarts": 0, "max_task_retries": 0}
 
 
 def freeze_heap() -> None:
     """Collect garbage once and exclude all present objects from later garbage collections.
 
-    The present objects live as long as the process. A full collection that scans them would pause
-    all response streams (for 0.3 s in a worker).
+    Nearly all present objects are needed until the process ends. A full collection that scans them
+    would pause all response streams (for 0.3 s in a worker).
     """
-    gc.unfreeze()  # `importing` may have frozen objects that are garbage now
+    gc.unfreeze()  # `importing` has frozen objects, and some of them may be garbage now
     gc.collect()
     gc.freeze()
 
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Disable garbage collection during imports; exclude their objects from later collections.
+    """Disable garbage collection during imports.
 
-    The imports of a worker create hundreds of thousands of objects and almost no garbage. Garbage
-    collections would take a fifth of the imports' CPU time.
+    Objects that exist at the end are also excluded from later collections. The imports of a worker
+    create hundreds of thousands of objects and almost no garbage. Garbage collections would take a
+    fifth of the CPU time of the imports.
     """
     gc.disable()
     try:
@@ -104,7 +106,7 @@ class _ProcessActor:
         return await self._open_events().next()
 
     def _open_events(self) -> EventQueue:
-        # The queue is created here, because `__init__` does not run on the event loop.
+        # The queue needs the running event loop, and `__init__` does not run on the event loop.
         if self._events is None:
             self._events = EventQueue()
             logging.getLogger("penstock").setLevel(self._level)
@@ -218,7 +220,8 @@ class WorkerActor(_ProcessActor):
         events = self._open_events()
         events.add(Progress("loading libraries"))
         await asyncio.sleep(0.01)  # let the event be sent before the import blocks the event loop
-        # Not imported at the top: the supervisor imports this module and must not load torch.
+        # Import these modules here, because the supervisor imports this file and must not load
+        # torch.
         from penstock.protos.serving.grpc_settings import configure_grpc
 
         configure_grpc()  # must run before gRPC is imported
@@ -252,7 +255,7 @@ class WorkerActor(_ProcessActor):
             self._watchdog.stop()
         if self._worker is not None:
             await self._worker.stop()
-        # NCCL uses the store while it runs, so the store is closed last.
+        # NCCL uses the key-value store of the rendezvous until the worker has stopped.
         if self._rendezvous is not None:
             self._rendezvous.close()
 
@@ -279,7 +282,7 @@ class RouterActor(_ProcessActor):
         """
         self._open_events().add(Progress("loading libraries"))
         await asyncio.sleep(0.01)  # let the event be sent before the import blocks the event loop
-        # Not imported at the top, because the supervisor needs this module but not the router.
+        # Import the router here, because the supervisor imports this file but needs no router.
         from penstock.protos.serving.grpc_settings import configure_grpc
 
         configure_grpc()  # must run before gRPC is imported

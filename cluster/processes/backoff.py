@@ -1,11 +1,12 @@
-"""Delays before a dead process is restarted, and before a given-up process is tried again.
+"""Computes the delays before dead processes are restarted.
 
-This module reads no clock. The caller passes the times.
+A process that fails to start several times in a row is given up. It is tried again after a longer
+delay. This module reads no clock. The caller passes the times.
 """
 
 from dataclasses import dataclass
 
-# Once a process has been ready for this many seconds, its earlier deaths no longer count.
+# Once a process has been ready for this many seconds, earlier deaths do not increase the delay.
 STEADY_SECONDS = 60.0
 FIRST_DELAY = 0.5
 LONGEST_DELAY = 30.0
@@ -18,7 +19,9 @@ LONGEST_PAUSE = 900.0
 class RestartBackoff:
     """Computes the delays before one process is restarted, from its recent deaths."""
 
-    deaths: int = 0  # failed starts, and deaths within `STEADY_SECONDS` of becoming ready, in a row
+    # Number of deaths in a row. A failed start counts as a death. The death of a process that was
+    # ready for at least `STEADY_SECONDS` resets the number to 0.
+    deaths: int = 0
     failed_starts: int = 0  # number of failed starts in a row
 
     def after_failed_start(self) -> float | None:
@@ -38,7 +41,7 @@ class RestartBackoff:
         return self._delay()
 
     def _delay(self) -> float:
-        # Restart at once after a first death, because clients are waiting.
+        # Restart immediately after the first death, because clients are waiting.
         if self.deaths <= 1:
             return 0.0
         return min(LONGEST_DELAY, FIRST_DELAY * 2.0 ** min(self.deaths - 2, 16))
@@ -46,15 +49,17 @@ class RestartBackoff:
 
 @dataclass(slots=True)
 class GiveUpBackoff:
-    """Computes the delays before a given-up process is tried again."""
+    """Computes the delays before a process that was given up is started again."""
 
     given_up: int = 0
 
     def after_giving_up(self, served: bool) -> float:
-        """Record that a process was given up, and return the seconds until it is tried again.
+        """Return the seconds until a process that was given up is started again.
+
+        The delay doubles with each call, up to `LONGEST_PAUSE`.
 
         Args:
-            served: whether the process has ever served.
+            served: whether the process has ever served. If it has, the delay is `FIRST_PAUSE`.
         """
         self.given_up = 1 if served else self.given_up + 1
         return min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(self.given_up - 1, 16))

@@ -1,4 +1,4 @@
-"""The environment variables of the processes of a local Ray, and so of routers and workers.
+"""Chooses the environment variables that a local Ray, routers and workers inherit.
 
 The shell that runs `penstock serve` may hold secrets, such as tokens of cloud accounts. Routers and
 workers handle requests of clients, so they get only variables that are known to be settings.
@@ -30,8 +30,8 @@ def child_environment(
 
     Args:
         wanted: the environment with which Ray would start the process.
-        inherited: the environment of this process. Variables with another value in `wanted` were
-            set by Ray, so they are kept.
+        inherited: the environment of this process. A variable that has another value in `wanted`
+            was set by Ray, so it is passed on.
         pass_env: names of further variables to pass on.
         secret: names of variables with API keys. They are never passed on.
     """

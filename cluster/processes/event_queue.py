@@ -8,7 +8,7 @@ from math import inf
 
 from penstock.cluster.status.status_events import LogLine, ProcessEvent, Progress
 
-# Largest number of unread events. If there are more, the oldest are dropped.
+# Largest number of unread events. If there are more, the oldest of them are dropped.
 MAX_QUEUED_EVENTS = 4096
 MAX_LIMITED_MESSAGES = 1024  # number of different log messages whose repetitions are counted
 
@@ -21,7 +21,10 @@ class ActorFailed(RuntimeError):
 
 
 class EventQueue:
-    """A bounded queue of events for the supervisor. `add` and `fail` are safe in any thread."""
+    """A bounded queue of events for the supervisor.
+
+    Any thread may call `add` and `fail`.
+    """
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -59,7 +62,7 @@ class EventQueue:
         return news
 
     def _append(self, item: ProcessEvent) -> None:
-        # Keep only the newest of several unread progress events of the same stage.
+        # If the last two unread events are progress of the same stage, keep only the newer one.
         last = self._pending[-1] if self._pending else None
         if isinstance(item, Progress) and isinstance(last, Progress) and last.stage == item.stage:
             self._pending.pop()
@@ -94,7 +97,8 @@ class RepeatLimit:
         if now - start < self._seconds:
             self._seen[key] = (start, number + 1)
             return 0 if number < self._count else None
-        # The key is inserted again below, so that keys stay in the order of their periods.
+        # Remove the key and insert it again below, so that the keys stay sorted by the start of
+        # their periods. The first key is then the oldest.
         self._seen.pop(key, None)
         if len(self._seen) == MAX_LIMITED_MESSAGES:
             del self._seen[next(iter(self._seen))]

@@ -8,14 +8,16 @@ import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-_SAME_SECONDS = 2.0  # Tolerance for changes of the clock. A PID is not reused this fast.
+# Allowed difference of creation times, because the clock may be changed. A PID is not reused within
+# this time.
+_SAME_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessId:
-    """A process on a Ray node.
+    """Identifies a process on a Ray node.
 
-    Two processes that used the same PID one after the other differ in their creation time.
+    If two processes have had the same PID, they differ in their creation time.
     """
 
     node: str  # the node id that Ray assigns

@@ -14,8 +14,8 @@ _SET_CHILD_SUBREAPER = 36  # value of PR_SET_CHILD_SUBREAPER for prctl(2)
 class DescendantTracker:
     """Tracks the descendants of this process that were started after the tracker was created.
 
-    On Linux, this process is a child subreaper until `kill` returns: the kernel makes it the parent
-    of its orphaned descendants. The tracker can therefore find all of them.
+    On Linux, this process is a child subreaper until `kill` returns. The kernel then makes this
+    process the parent of its orphaned descendants, so that the tracker finds all descendants.
     """
 
     def __init__(self) -> None:
@@ -51,10 +51,10 @@ class DescendantTracker:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Return True unless the process and all its threads have ended.
+    """Return whether any thread of the process has not ended yet.
 
-    A killed process is a zombie as soon as its main thread has ended. Its sockets stay open until
-    its other threads have ended too, so only a zombie without other threads counts as ended.
+    A killed process becomes a zombie when its main thread ends. Its sockets stay open until its
+    other threads have ended too. A zombie with other threads therefore counts as alive.
     """
     with suppress(psutil.NoSuchProcess):
         if not process.is_running():

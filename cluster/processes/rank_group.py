@@ -22,7 +22,7 @@ class RankGroup:
 
     @property
     def ranks(self) -> Sequence[ActorHandle]:
-        """The handles of the ranks' processes, in the order of ranks."""
+        """The handle of each rank's process, in the order of ranks."""
         return self._ranks
 
     async def start(self, config: object) -> Any:
@@ -66,14 +66,11 @@ class RankGroup:
         return reason if len(self._ranks) == 1 else f"rank {rank}: {reason}"
 
     def declare_dead(self, reason: str) -> None:
-        """Mark the worker as dead, because of `reason`."""
+        """Let `death` return `reason`, although the worker's processes may still run."""
         self._leader.declare_dead(reason)
 
     async def drain(self, seconds: float) -> None:
-        """Drain rank 0, which serves the requests.
-
-        The method returns after little more than `seconds` at the latest.
-        """
+        """Drain rank 0, which serves the requests. Wait for little more than `seconds`."""
         await self._leader.drain(seconds)
 
     async def stop(self) -> None:

@@ -1,4 +1,4 @@
-"""Restarts a router or worker, by starting a new process whenever its process dies."""
+"""Keeps a router or worker running: starts a new process whenever its process dies."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -39,11 +39,11 @@ class Managed(Protocol):
         ...
 
     async def on_ready(self, address: Any) -> None:
-        """Callback that is called when the process serves at `address`."""
+        """Handle the successful start of the process, which now serves at `address`."""
         ...
 
     async def on_exit(self) -> None:
-        """Callback that is called when the process is dead."""
+        """Handle the death of the process."""
         ...
 
 

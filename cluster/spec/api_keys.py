@@ -13,8 +13,8 @@ from penstock.common.loopback import is_loopback
 def read_api_keys(spec: ClusterSpec, environment: Mapping[str, str]) -> tuple[ApiKey, ...]:
     """Return the API keys of the cluster.
 
-    The keys come from the file `router.api_key_file`, the variable PENSTOCK_API_KEY, and the
-    setting `keys`.
+    The keys are read from the file `router.api_key_file`, from the environment variable
+    PENSTOCK_API_KEY, and from the sources that the setting `keys` lists.
 
     Raises:
         SpecError: a key cannot be read or used. The message does not contain the key.
@@ -40,7 +40,10 @@ def key_variables(spec: ClusterSpec) -> set[str]:
 
 
 def check_access(spec: ClusterSpec, has_keys: bool) -> None:
-    """Raise `SpecError` if other machines can connect without a key, unless `allow_anonymous`."""
+    """Raise `SpecError` if other machines can connect without a key.
+
+    The setting `router.allow_anonymous` allows such connections.
+    """
     router = spec.router
     for name, host in (("host", router.host), ("admin_host", router.admin_host)):
         if is_loopback(host) or has_keys or router.allow_anonymous:
@@ -53,7 +56,7 @@ def check_access(spec: ClusterSpec, has_keys: bool) -> None:
 
 
 def _sources(spec: ClusterSpec, environment: Mapping[str, str]) -> Iterator[tuple[str, ApiKey]]:
-    """Yield the name of each key's setting, and the key, which is not checked yet."""
+    """Yield each key, which is not checked yet, after the name of the setting of its source."""
     where = "router.api_key_file"
     if spec.router.api_key_file is not None:
         lines = _lines(spec.router.api_key_file, where)

@@ -1,4 +1,4 @@
-"""Reads the chat template that replaces the model's own."""
+"""Reads the file with the chat template that replaces the model's own chat template."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +10,8 @@ from penstock.cluster.spec.spec import ClusterSpec
 def with_chat_template(spec: ClusterSpec) -> ClusterSpec:
     """Return the specification with the text of the chat template in place of its file name.
 
-    The file is read here, once, because routers may run on other nodes. As in vLLM, a value with a
-    brace or a line break is the template itself.
+    The file is read here, because routers may run on nodes that do not have the file. As in vLLM, a
+    value with a brace or a line break is the template itself instead of a file name.
 
     Raises:
         SpecError: the file cannot be read, or is empty.

@@ -1,6 +1,7 @@
 """Checks the syntax of node labels, builds the label selectors of pools, and matches labels.
 
-The syntax is the one of Kubernetes and Ray. A selector is a mapping in the format that Ray expects.
+Labels have the syntax of Kubernetes and Ray. A selector is a mapping in the format that Ray
+expects.
 """
 
 import re

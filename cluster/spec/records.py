@@ -48,7 +48,7 @@ def records_of(kind: type) -> Iterator[type]:
 
 
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge two nested mappings. If both have a value for a key, the value of `over` is taken."""
+    """Merge two nested mappings. The values of `over` replace those of `base`."""
     result = dict(base)
     for key, value in over.items():
         below = result.get(key)
@@ -76,7 +76,8 @@ def record(kind: type[T], content: Any, where: str = "", moved: Mapping[str, str
             records.
         content: values by field name. A missing field keeps its default.
         where: dotted path of `content` for error messages, or "" at the top.
-        moved: for settings that only older files have, what to write instead, by dotted path.
+        moved: for each setting that only older files have, by dotted path, the text for the error
+            message that says what to write instead.
 
     Raises:
         SpecError: a value is wrong. The message is one line with the path of the first wrong value.
@@ -151,7 +152,7 @@ def _has_secrets(kind: type) -> bool:
 
 
 def _not(value: Any, is_secret: bool) -> str:
-    """Return the end of an error message about a wrong value.
+    """Return the last words of an error message: the wrong value, or that it is not shown.
 
     Args:
         is_secret: whether the message must not contain the value.

@@ -225,7 +225,7 @@ class Pools:
 
     @property
     def may_be_empty(self) -> bool:
-        """True if no pool has a minimum size, so that all pools may be empty while idle."""
+        """True if all pools may be empty at the same time, because their minimum size is 0."""
         return not any(getattr(self, role).least for role in ROLES)
 
 
@@ -320,7 +320,7 @@ class ClusterSpec:
         return self.model_name if self.model.path is None else self.model.path
 
     def ports(self, router: int) -> tuple[int, int, int]:
-        """Return the HTTP, gRPC and operators' port of router number `router`.
+        """Return the HTTP port, the gRPC port and the operators' port of router number `router`.
 
         A port of 0 stands for any free port. With `pool_nodes`, each router has its own node, so
         all routers use the same ports.
@@ -392,7 +392,10 @@ MOVED = {
         for name in ("block_size", "kv_cache_mib", "max_sequences", "max_batched_tokens")
     },
 }
-"""For the dotted path of each key that only older files have, what to write instead."""
+"""Text for error messages about keys that only older files have, by dotted path.
+
+The text says what to write instead of the key.
+"""
 
 
 def parse(content: Mapping[str, Any]) -> ClusterSpec:

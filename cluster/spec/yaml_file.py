@@ -34,7 +34,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def _yaml_mistake(error: yaml.YAMLError) -> str:
-    """Return the message and the position of a YAML error, without text of the file.
+    """Return the message of a YAML error and its position, without any text of the file.
 
     The file may contain API keys. PyYAML reads `*sk-...` as an alias, and its messages quote the
     names of aliases, anchors and tags.

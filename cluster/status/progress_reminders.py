@@ -1,4 +1,4 @@
-"""Records in which stage each process of a cluster waits, and reports long waits."""
+"""Reports processes of a cluster that stay in one stage of their start or end for long."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from penstock.cluster.status.status_events import (
 
 FIRST_REMINDER_SECONDS = 10.0
 MAX_REMINDER_SECONDS = 60.0
-"""A wait is reported after 10 s, 20 s, 40 s, and so on, and finally every minute."""
+"""A wait is reported after 10 s, 20 s, 40 s and 80 s, and then once a minute."""
 GONE = "gone"
 MB = 1e6
 
@@ -55,7 +55,7 @@ class ProgressReminders:
             self._waits[title].detail = detail
 
     def remind(self) -> None:
-        """Report the waits that have become long. Call this about once per second."""
+        """Report each wait whose next reminder is due. Call this about once per second."""
         now = self._now()
         for title, wait in self._waits.items():
             if now >= wait.remind_at:

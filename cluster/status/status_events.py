@@ -11,7 +11,8 @@ Scalar: TypeAlias = str | int | float | None
 class Progress:
     """The present stage of a process, such as "loading libraries".
 
-    While weights are loaded, `done` and `total` are bytes. In most other stages they are 0.
+    While weights are loaded, `done` and `total` are numbers of bytes. In most other stages, both
+    are 0.
     """
 
     stage: str
@@ -48,7 +49,7 @@ class LogLine:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A process has begun to serve, `seconds` after its start began."""
+    """A process has begun to serve. Its start took `seconds`."""
 
     seconds: float
 
@@ -63,7 +64,7 @@ class Died:
 
 @dataclass(frozen=True, slots=True)
 class GivenUp:
-    """A process failed to start too often. It will be tried again in `delay` seconds."""
+    """A process could not be started, so it was given up. It is tried again in `delay` seconds."""
 
     reason: str
     delay: float
@@ -76,7 +77,7 @@ class Serving:
     http: str
     grpc: str
     admin: str  # address of the HTTP server for operators
-    # The HTTP, gRPC and operators' addresses of all routers except the first.
+    # For each router except the first, the addresses of its HTTP, gRPC and operators' ports.
     others: Sequence[tuple[str, str, str]] = ()
 
 
@@ -126,11 +127,14 @@ class RoleAssigned:
 
 
 ProcessEvent: TypeAlias = Progress | LogLine | Stuck | RoleAssigned
-"""The events that a hosted process itself reports."""
+"""The events that a router or worker sends to the supervisor."""
 
 StatusEvent: TypeAlias = (
     ProcessEvent | Waiting | Ready | Died | GivenUp | Serving | Draining | PoolResized
 )
 
 Report: TypeAlias = Callable[[str, StatusEvent], None]
-"""Function that is called with the title of a process ("" for the whole cluster) and its event."""
+"""Function that receives the title of a process and an event of this process.
+
+The title is "" for an event of the whole cluster.
+"""
