@@ -21,7 +21,7 @@ _EARLY_STOPPING_VALUES = {number: value for value, number in EARLY_STOPPING.item
 
 
 def encode_sampling_params(params: SamplingParams) -> pb.SamplingParams:
-    """Return the message for the parameters that `SamplingParams.for_worker` returned."""
+    """Encode sampling parameters, which `SamplingParams.for_worker` has returned, as a message."""
     beams = None
     if params.use_beam_search:
         beams = pb.BeamSearch(
@@ -65,8 +65,9 @@ def encode_sampling_params(params: SamplingParams) -> pb.SamplingParams:
 def decode_sampling_params(message: pb.SamplingParams) -> SamplingParams:
     """Decode a `SamplingParams` message without validation.
 
-    An absent `n` becomes 1. An absent `typical_p` becomes 1.0, which keeps all tokens. Floats have
-    float32 precision. An unknown `early_stopping` becomes a string that validation refuses.
+    If `n` is absent, it becomes 1. If `typical_p` is absent, it becomes 1.0, which keeps all
+    tokens. Floats have float32 precision. An unknown `early_stopping` becomes a string, which
+    validation refuses.
     """
     search: dict[str, Any] = {"seed": message.seed}
     wanted = budget = None

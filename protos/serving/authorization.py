@@ -13,10 +13,10 @@ from penstock.protos.serving.call_error import CallError, abort
 CallMetadata: TypeAlias = Sequence[tuple[str, str | bytes]] | None
 
 Authorize: TypeAlias = Callable[[str, CallMetadata], None]
-"""Checks a call, given its method and its metadata. Raises CallError to refuse the call."""
+"""Function that checks a call by its method and its metadata. Raises CallError to refuse it."""
 
 HEALTH_PATH = f"/{health.SERVICE_NAME}/"
-"""Prefix of the names of the methods that every client may call."""
+"""Prefix of the methods of the health service, which every client may call without a secret."""
 
 
 def authorization_of(metadata: CallMetadata) -> str | None:
@@ -28,7 +28,7 @@ def authorization_of(metadata: CallMetadata) -> str | None:
 
 
 def check_secret(metadata: CallMetadata, secret: str | None, refusal: str) -> None:
-    """Refuse a call that does not carry the right secret.
+    """Refuse a call if its `authorization` header does not contain the right secret.
 
     Args:
         metadata: the metadata of the call.
@@ -69,7 +69,10 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
 
 class ThreadedAuthInterceptor(grpc.ServerInterceptor):  # type: ignore[misc]
-    """Variant of `AuthInterceptor` for a server with threads, which has no health checks."""
+    """Variant of `AuthInterceptor` for a server that runs calls in threads.
+
+    Such a server has no health service, so every call is checked.
+    """
 
     def __init__(self, authorize: Authorize) -> None:
         self._authorize = authorize

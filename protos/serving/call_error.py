@@ -31,7 +31,7 @@ class CallError(Exception):
 
 
 def retry_metadata(seconds: float) -> Metadata:
-    """Return trailing metadata which says that the client should retry after some seconds."""
+    """Return trailing metadata that asks the client to retry the call after `seconds`."""
     return (
         ("grpc-retry-pushback-ms", str(round(seconds * 1000))),
         ("retry-after", str(max(1, math.ceil(seconds)))),
@@ -52,8 +52,8 @@ def to_call_error(error: Exception) -> CallError:
 async def abort(context: grpc.aio.ServicerContext, error: CallError) -> NoReturn:
     """End a call with an error.
 
-    If the client has disconnected, gRPC raises an InternalError and would log it. The call is
-    cancelled in this case, because gRPC does not log cancelled calls.
+    If the client has disconnected, gRPC raises an InternalError. gRPC would log this error, so it
+    is replaced by a CancelledError, which gRPC does not log.
     """
     try:
         await context.abort(error.code, error.details, error.metadata)

@@ -14,15 +14,17 @@ from penstock.protos.serving.lost_calls import ignore_lost_calls
 Context: TypeAlias = grpc.aio.ServicerContext
 
 Inspect: TypeAlias = Callable[[type[Message], bytes, Context], Awaitable[bytes]]
-"""Checks a serialized message before it is parsed. Returns the message to parse in its place."""
+"""Function that checks a serialized message before it is parsed.
+
+The function returns the serialized message that is parsed in place of its argument.
+"""
 
 
 class CallHandlers:
     """Builds the handlers of gRPC methods.
 
-    All handlers are registered for streams of requests, even if the method has a single request.
-    The reason is that gRPC's own handlers of single requests wait for the request without a time
-    limit.
+    All handlers are registered for streams of requests, even if the method has a single request,
+    because gRPC's own handlers of single requests wait for the request without a time limit.
 
     Args:
         receive_seconds: time limit for each request message of a call.
@@ -63,9 +65,11 @@ class CallHandlers:
     def streaming(
         self, kind: type[Message], method: Callable[[Any, Context], Awaitable[None]]
     ) -> grpc.RpcMethodHandler:
-        """Return the handler of an RPC with one request and a stream of replies.
+        """Return the handler of a method with one request and a stream of replies.
 
-        `method` writes the replies.
+        Args:
+            kind: type of the request.
+            method: writes the replies to the context of the call.
         """
 
         async def stream(requests: AsyncIterator[bytes], context: Context) -> None:
@@ -79,7 +83,12 @@ class CallHandlers:
     def bidirectional(
         self, kind: type[Message], method: Callable[[Any, Context], AsyncIterator[Message]]
     ) -> grpc.RpcMethodHandler:
-        """Return the handler of a method that yields replies to a stream of requests."""
+        """Return the handler of a method with a stream of requests and a stream of replies.
+
+        Args:
+            kind: type of the requests.
+            method: yields the replies.
+        """
 
         async def stream(requests: AsyncIterator[bytes], context: Context) -> None:
             try:

@@ -1,12 +1,14 @@
 """Limits the open connections of each client address to a gRPC port.
 
-gRPC limits the total number of connections of a port, but not the number of each address, so one
-client could prevent all others from connecting. gRPC accepts connections in threads of its own and
-shows Python only their calls. A thread therefore checks the sockets of this process. If an address
-exceeds its limit, the thread shuts down the address's newest connections in the kernel. To gRPC,
-these clients then seem to have disconnected.
+gRPC limits the total number of connections of a port, but not the number of connections of each
+client address. One client could therefore prevent all others from connecting. gRPC accepts
+connections in threads of its own, and Python code gets only the calls on these connections. A
+thread of this module therefore checks the sockets of this process. If an address exceeds its limit,
+the thread shuts down the newest sockets of this address. gRPC then closes these connections, as if
+the clients had disconnected.
 
-This needs Linux; on other systems, only the total number of connections is limited.
+The limit of each address needs Linux. On other systems, only the total number of connections is
+limited.
 """
 
 import os
@@ -23,21 +25,29 @@ DESCRIPTORS = "/proc/self/fd"
 """Folder with an entry for each open file descriptor of this process."""
 
 LOOK_SECONDS = 0.25
-"""Pause between two checks. After a refusal, there is none, so that the port is hard to refill."""
+"""Seconds between two checks.
+
+After a check that closed a connection, the next check follows without this pause. It immediately
+finds the connections that a client opens in place of the closed ones.
+"""
 
 PAUSE_PER_SECOND = 10.0
-"""Additional seconds of pause per CPU second of a check; limits the checks' share of a core."""
+"""Additional seconds of pause per CPU second of the last check.
+
+This pause limits the checks to less than a tenth of a core.
+"""
 
 
 class ConnectionGuard:
-    """Closes an address's newest connections to a port when the address has too many.
+    """Closes the newest connections of a client address that has too many connections to a port.
 
-    A thread checks this periodically. A check usually takes one system call: if this process has no
-    more open descriptors than the limit, no address can exceed the limit.
+    A thread checks the connections periodically. If this process has no more open descriptors than
+    the limit, no address can exceed the limit. In this usual case, a check is only one system call.
 
     Args:
-        port: the number of the port, on which this process listens.
-        max_per_address: open connections from one IPv4 address or IPv6 network; 0: any number.
+        port: number of the port on which this process listens.
+        max_per_address: largest number of open connections of one IPv4 address or IPv6 network, or
+            0 for no limit.
         refused: counts the closed connections.
     """
 
@@ -46,7 +56,8 @@ class ConnectionGuard:
         self._max_per_address = max_per_address
         self._refused = refused
         # For each known socket, by inode number, the client's network, or "" if the socket is not
-        # counted. Descriptor numbers are reused at once, inode numbers only after 2**32 others.
+        # counted. The key is the inode number, because it is reused only after 2**32 other sockets.
+        # The number of a descriptor may be reused immediately.
         self._known: dict[int, str] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="connections", daemon=True)
@@ -54,7 +65,7 @@ class ConnectionGuard:
             self._thread.start()
 
     def close(self) -> None:
-        """End the checks."""
+        """End the thread that checks the connections."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -64,7 +75,7 @@ class ConnectionGuard:
         while not self._stop.wait(pause):
             began = time.thread_time()
             before = self._refused.total
-            with suppress(OSError):  # without a free descriptor, the check cannot run this time
+            with suppress(OSError):  # the process may have no free descriptor for this check
                 self._check()
             pause = 0.0 if self._refused.total > before else LOOK_SECONDS
             pause += PAUSE_PER_SECOND * (time.thread_time() - began)
@@ -73,8 +84,8 @@ class ConnectionGuard:
         if num_descriptors() <= self._max_per_address:
             return
         known: dict[int, str] = {}
-        # Descriptor of each new socket, by inode: another guard may hold a duplicate descriptor of
-        # the same socket open.
+        # Descriptor of each new socket, by inode number. Several descriptors may belong to one
+        # socket, because the guard of another port may just have duplicated its descriptor.
         new: dict[int, int] = {}
         for descriptor in map(int, os.listdir(DESCRIPTORS)):
             inode = _socket_inode(descriptor)
@@ -89,11 +100,11 @@ class ConnectionGuard:
 
     def _admit(self, descriptor: int, num_open: Counter[str]) -> None:
         """Count a new socket in `num_open`, or shut it down if its address has too many."""
-        # gRPC may close the descriptor at any time, and its number may then be reused. The copy
-        # stays the same socket, and only the copy is examined and shut down.
+        # gRPC may close the descriptor at any time, and its number may then be reused for another
+        # file. Use a copy of the descriptor, which stays the same socket until it is closed here.
         try:
             copy = os.dup(descriptor)
-        except OSError:  # closed
+        except OSError:  # the descriptor has been closed
             return
         try:
             connection = socket.socket(fileno=copy)
@@ -107,26 +118,26 @@ class ConnectionGuard:
             network = self._client_of(connection)
             if network and num_open[network] >= self._max_per_address:
                 self._refused.add(network)
-                with suppress(OSError):  # the client has disconnected
+                with suppress(OSError):  # the client may have disconnected
                     connection.shutdown(socket.SHUT_RDWR)
                 network = ""
             num_open[network] += 1
             self._known[inode] = network
 
     def _client_of(self, connection: socket.socket) -> str:
-        """Return the network of the client of a connection to the port; "" for any other socket."""
+        """Return the network of the client if the socket is a connection to the port, else ""."""
         if connection.family not in (socket.AF_INET, socket.AF_INET6):
             return ""
         try:
             own, peer = connection.getsockname(), connection.getpeername()
-        except OSError:  # a listening socket, or the client has disconnected
+        except OSError:  # the socket is listening, or the client has disconnected
             return ""
         return client_network(peer[0]) if own[1] == self._port else ""
 
 
 def num_descriptors() -> int:
     """Return the number of open file descriptors of this process."""
-    # Linux before 6.2 reports a size of 0.
+    # Since Linux 6.2, the size of the folder is the number of its entries. Before, it was 0.
     return os.stat(DESCRIPTORS).st_size or len(os.listdir(DESCRIPTORS))
 
 

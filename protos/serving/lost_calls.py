@@ -8,12 +8,14 @@ GRPC_LOGGER = "grpc._cython.cygrpc"
 """Name of the logger of gRPC's server."""
 
 LOST = ("ExecuteBatchError", 'Failed "execute_batch"')
-"""Type and first words of gRPC's error for a message that could not be sent. Other texts of this
-type mean that the server used gRPC in a wrong way."""
+"""Type and first words of the error that gRPC raises if a message could not be sent.
+
+Errors of this type with another text mean that the server used gRPC in a wrong way.
+"""
 
 
 class _LostCalls(logging.Filter):
-    """Drops gRPC's error records of replies that could not be sent, and logs DEBUG records instead.
+    """Replaces gRPC's error records about replies that could not be sent by DEBUG records.
 
     A reply cannot be sent after the client has disconnected or the call's deadline has expired. If
     gRPC learns of this only while it sends the reply, it logs an error with a traceback.

@@ -7,9 +7,10 @@ _OPTION_MAX = 2**31 - 1  # the options of gRPC are 32-bit integers
 
 @dataclass(frozen=True, slots=True)
 class PortLimits:
-    """Limits on the clients of one port. They also apply to calls that are not authorized yet.
+    """Limits on the clients of one port. The limits also apply to unauthorized calls.
 
-    A connection that exceeds a limit is closed. Other connections are not affected.
+    If a call or a connection exceeds a limit, gRPC ends that call or closes that connection. Other
+    connections are not affected.
     """
 
     max_message_bytes: int
@@ -37,10 +38,11 @@ def server_options(limits: PortLimits) -> list[tuple[str, int]]:
         ("grpc.max_concurrent_streams", limits.max_calls),
         ("grpc.server_handshake_timeout_ms", _milliseconds(limits.handshake_seconds)),
         ("grpc.max_connection_idle_ms", _milliseconds(limits.idle_seconds)),
-        # A client may ping every 10 s. Its third early ping closes the connection.
+        # A client may send a ping every 10 s. The connection is closed at its third early ping.
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
         ("grpc.http2.max_ping_strikes", 2),
-        # Silent clients are pinged, so that connections of lost machines end.
+        # Ping a client after 60 s without data. Close the connection if the client does not answer
+        # within 20 s, because its machine may be lost.
         ("grpc.keepalive_time_ms", 60_000),
         ("grpc.keepalive_timeout_ms", 20_000),
     ]

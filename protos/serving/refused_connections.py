@@ -1,4 +1,4 @@
-"""Counts and logs the connections that a port refuses, and names the client of a connection."""
+"""Counts and logs the connections that a port refuses."""
 
 import logging
 import time
@@ -14,8 +14,8 @@ log = logging.getLogger(__name__)
 def client_network(address: str) -> str:
     """Return the part of an IP address that identifies a client.
 
-    This is the whole IPv4 address, but the first 64 bits of an IPv6 address: a client usually has
-    all addresses of such a network.
+    An IPv4 address identifies a client as a whole. For an IPv6 address, the result is the network
+    of its first 64 bits, because one client can usually use all addresses of such a network.
     """
     if ":" not in address:
         return address
@@ -29,7 +29,7 @@ def client_network(address: str) -> str:
 
 
 class RefusedConnections:
-    """Number of connections that a port has refused, with a log record at most once a minute.
+    """Counts the connections that a port has refused, and logs them at most once a minute.
 
     Args:
         port_name: name of the port in log records.
@@ -42,7 +42,7 @@ class RefusedConnections:
         self._logged_at = -inf
 
     def add(self, network: str) -> None:
-        """Count a connection from this network; each port calls this in one thread only."""
+        """Count a refused connection from `network`. Always call this in the same thread."""
         self.total += 1
         now = time.monotonic()
         if now - self._logged_at >= LOG_SECONDS:
