@@ -1,1 +1,1 @@
-"""Data, tokenizer, training and evaluation of the demo models."""
+"""Generates data, trains the demo models and their tokenizer, and evaluates the models."""

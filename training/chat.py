@@ -29,7 +29,8 @@ SYSTEM = "<|system|>"
 USER = "<|user|>"
 ASSISTANT = "<|assistant|>"
 SPECIAL_TOKENS = (PAD, BEGIN, END, SYSTEM, USER, ASSISTANT)
-# Because of the final space, the first word of a result has the same tokens as in an answer.
+# The space at the end is a part of this text. The first word of the result therefore has the same
+# tokens as in an answer, so that the model can copy it.
 RESULT = "Result: "
 
 TEMPLATE = (
@@ -87,7 +88,7 @@ def render(
 ) -> str:
     """Render a conversation as the model's input text.
 
-    The result equals the output of `TOOL_TEMPLATE`.
+    The result equals the output of the Jinja template `TOOL_TEMPLATE`.
     """
     shown = list(messages)
     text = BEGIN

@@ -19,11 +19,14 @@ _KEPT, _ADDED = 0.5, 2.0
 
 
 def review_weights(answer: Answer | None) -> dict[str, float]:
-    """Return the weight of each question family; more wrong answers give a larger weight.
+    """Return the weight of each question family. More wrong answers give a larger weight.
 
-    Families with tools are left out, because a separate training course covers them. The questions
-    are training questions, so held-out questions do not influence training. Only rank 0 has an
-    `answer`. The other ranks receive the weights through an all-reduce.
+    Families with tools are left out, because a separate training course covers them. The model
+    answers training questions only, so that held-out questions do not influence the training.
+
+    Args:
+        answer: answers conversations with the model on rank 0, and None on the other ranks. These
+            get the weights through an all-reduce.
     """
     families = [family for family in FAMILIES.values() if not family.tools]
     weights = torch.zeros(len(families))

@@ -15,9 +15,9 @@ from training import chat, ddp
 from training.tasks import FAMILIES, Example, Message, Task
 from training.tasks.tools import FORCED_STARTS, training_conversation
 
-# The tokens of user messages have a small weight in the loss.
-# Predicting the tokens of user messages trains features that answers need.
-# Only a random part of them is used, to avoid computing the logits of the others.
+# The tokens of user messages have a small weight in the loss, because predicting these tokens
+# trains features that answers need. Only a random part of these tokens is used, so that the logits
+# of the others need not be computed.
 PROMPT_WEIGHT = 0.25
 _PROMPT_FRACTION = 0.25
 _FULL_LENGTH = 16
@@ -36,12 +36,13 @@ _SYSTEM = (
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A batch of rows. Each row is filled with conversations one after another."""
+    """A batch of rows of tokens. Each row contains conversations, one after another."""
 
     tokens: Tensor  # token ids, int64 [rows, length]
-    targets: Tensor  # the token after each of `tokens`, int64 [rows, length]
+    targets: Tensor  # id of the token that follows each token of `tokens`, int64 [rows, length]
     weights: Tensor  # weight of each target in the loss, float32 [rows, length]
-    mask: Tensor  # causal attention within each conversation, bool [rows, 1, length, length]
+    # Mask of causal attention within each conversation, bool [rows, 1, length, length].
+    mask: Tensor
 
 
 class BatchMaker:
@@ -49,8 +50,8 @@ class BatchMaker:
 
     Args:
         tokenizer: the tokenizer of the model.
-        seed: text that determines the random conversations of each rank.
-        weights: weight of each family, by its name. It replaces `Task.weight`.
+        seed: text that, together with the rank, determines the random conversations.
+        weights: weights of question families, by name. They replace the families' own weights.
         tools: fraction of the short conversations that offer tools.
     """
 
@@ -74,15 +75,18 @@ class BatchMaker:
         self._end = _id(tokenizer, chat.END)
 
     def short(self, rows: int, length: int) -> Batch:
-        """Return a batch whose rows hold several conversations of one or a few turns."""
+        """Return a batch whose rows contain conversations of one turn or a few turns."""
         return self._batch([self._row(length, long=False) for _ in range(rows)])
 
     def long(self, rows: int, length: int) -> Batch:
-        """Return a batch whose rows start with a long prompt or a conversation of many turns."""
+        """Return a batch whose rows begin with a long prompt or a conversation of many turns."""
         return self._batch([self._row(length, long=True) for _ in range(rows)])
 
     def _row(self, length: int, *, long: bool) -> list[list[int]]:
-        """Return the token ids of the conversations that fill one row of `length + 1` tokens."""
+        """Return the token ids of each conversation of a row, which has `length + 1` tokens.
+
+        The last conversation is cut off at the end of the row.
+        """
         row: list[list[int]] = []
         num_missing = length + 1
         while num_missing > 0:
@@ -162,7 +166,8 @@ class BatchMaker:
             answering = start > 0 and conversation[start - 1] == self._assistant
             stop = self._end if answering else self._assistant
             length = _index(conversation, stop, start) + 1 - start
-            # Long answers weigh less per token. Otherwise a story would count as much as ten sums.
+            # The tokens of long answers get a smaller weight. Otherwise one story would have as
+            # much weight as ten sums.
             weight = min(1.0, _FULL_LENGTH / length) ** 0.5
             weights += [weight] * length if answering else self._prompt_weights(length)
             if answering and (forced := self._forced_length(conversation[start : start + length])):
@@ -171,7 +176,7 @@ class BatchMaker:
         return weights
 
     def _forced_length(self, answer: list[int]) -> int:
-        """Return the number of tokens at the start of an answer that a grammar forces."""
+        """Return how many tokens at the start of the answer are forced by a grammar."""
         return max(len(start) for start in (*self._forced, []) if answer[: len(start)] == start)
 
     def _prompt_weights(self, length: int) -> list[float]:

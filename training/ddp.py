@@ -17,8 +17,8 @@ from torch import Tensor, distributed
 from torch.multiprocessing.spawn import spawn
 
 NUM_PROCESSES = 2
-# Timeout of collectives, which is long because the other process may be paused.
-# The other process may also be evaluating a model on a busy machine.
+# Timeout of collectives. It is long, because the other process may be paused, or may be evaluating
+# a model on a busy machine.
 _TIMEOUT = timedelta(hours=3)
 
 Task = Callable[[], None]

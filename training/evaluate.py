@@ -1,4 +1,4 @@
-"""Measures how many held-out questions of each family a model answers exactly.
+"""Measures how many held-out questions of each question family a model answers exactly.
 
 `python -m training.evaluate FOLDER` runs the model in `transformers`. With the option `--engine
 QUANTIZATION`, it runs the model in Penstock's own engine. `measure` accepts any function that
@@ -44,7 +44,7 @@ class Score:
 
     @property
     def is_claimed(self) -> bool:
-        """True if the model card lists the family as one that the model can answer."""
+        """True if the model card claims that the model can answer the questions of the family."""
         return self.fraction >= CLAIM_BOUND
 
     def __str__(self) -> str:
@@ -57,10 +57,10 @@ def measure(
     """Score a model on held-out questions of each family.
 
     Args:
-        answer: takes a list of conversations that end with an open question, and returns one text
-            per conversation. A tool call is returned as the text that the model writes.
+        answer: takes a list of conversations whose last question has no answer yet, and returns
+            one answer per conversation. A tool call is returned as the text that the model writes.
         count: largest number of questions per family.
-        seed: seed of the choice of questions.
+        seed: seed of the random choice of questions.
         families: names of the families, or () for all families.
     """
     return [
@@ -70,7 +70,7 @@ def measure(
 
 
 def score(answer: Answer, family: Task, examples: Sequence[Example]) -> Score:
-    """Score `answer` on `examples` of one question family."""
+    """Return how many `examples` of one question family `answer` answers correctly."""
     texts = answer([example.conversation() for example in examples])
     right = sum(map(family.accepts, examples, texts))
     return Score(family.name, right, len(examples))

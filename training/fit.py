@@ -1,7 +1,7 @@
-"""The training loop: trains a model on generated batches, up to a number of steps and minutes.
+"""The training loop: trains a model on generated batches.
 
-The limit in minutes is CPU time instead of wall time. On a busy machine, training thus takes longer
-but gives the same model.
+The training ends after a number of steps or minutes. The minutes are CPU time instead of wall time.
+On a busy machine, training therefore takes longer but gives the same model.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ class Recipe:
     # Limit of the CPU time per process. The run ends early when it reaches this limit.
     minutes: float
     seed: int = 0
-    course: int = 0  # Number of the training course. Each course uses different random examples.
+    # Number of the training course. Each course draws other random examples, because the number is
+    # a part of their seed.
+    course: int = 0
     rows: int = 6  # number of rows in each batch of one process
     length: int = 256
     long_rows: int = 1
@@ -47,7 +49,7 @@ class Recipe:
     cooldown: float = 0.9
     checkpoint_every: int = 600
     tools: float = 0.0  # fraction of the short conversations that offer tools
-    # Weights of families, by name. They replace `Task.weight`.
+    # Weights of question families, by name. They replace the families' own weights.
     weights: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -58,7 +60,10 @@ def _clocks() -> Tensor:
 
 @dataclass(slots=True)
 class Progress:
-    """Progress of a run: steps, tokens, wall time [s], and CPU time of all processes [s]."""
+    """Progress of a run: numbers of steps and tokens, and times in seconds.
+
+    `wall` is the wall time, and `cpu` is the CPU time of all processes together.
+    """
 
     step: int = 0
     tokens: int = 0
@@ -71,7 +76,7 @@ class Progress:
         self.step += 1
         self.tokens += tokens
         spent = _clocks() - self._started
-        # Use the sum over all processes, so that they all stop at the same step.
+        # Use the sum over all processes, so that all of them stop at the same step.
         ddp.all_reduce_([spent])
         self.wall = spent[0].item() / ddp.size()
         self.cpu = spent[1].item()
@@ -79,8 +84,8 @@ class Progress:
     def done(self, recipe: Recipe) -> float:
         """Return the completed fraction of the run.
 
-        This is the larger of two fractions: the steps done, relative to all steps, and the CPU time
-        used, relative to its limit.
+        The result is the larger of two fractions: the number of steps divided by `recipe.steps`,
+        and the CPU minutes per process divided by `recipe.minutes`.
         """
         minutes = self.cpu / ddp.size() / 60
         return max(self.step / recipe.steps, minutes / recipe.minutes)
@@ -100,7 +105,7 @@ LossOf = Callable[[Llama, Batch], Tensor]
 
 
 def answer_loss(model: Llama, batch: Batch) -> Tensor:
-    """Return the weighted cross entropy of the next-token predictions."""
+    """Return the cross entropy of the next-token predictions, weighted with `batch.weights`."""
     counted = batch.weights > 0
     logits = model.logits(model(batch.tokens, batch.mask)[counted])
     losses = F.cross_entropy(logits, batch.targets[counted], reduction="none")
@@ -108,7 +113,11 @@ def answer_loss(model: Llama, batch: Batch) -> Tensor:
 
 
 def distilled(teacher: Llama) -> LossOf:
-    """Return a loss function: the cross entropy with the teacher's predictions of answer tokens."""
+    """Return a loss function for distillation from `teacher`.
+
+    The loss is the cross entropy between the teacher's and the model's predictions. Only tokens of
+    answers are counted.
+    """
 
     def loss(model: Llama, batch: Batch) -> Tensor:
         answers = batch.weights > PROMPT_WEIGHT
@@ -164,8 +173,8 @@ def _average_gradients(model: Llama) -> None:
 def _batches(tokenizer: Tokenizer, recipe: Recipe) -> Iterator[Batch]:
     maker = BatchMaker(tokenizer, f"{recipe.seed}:{recipe.course}", recipe.weights, recipe.tools)
     for number in itertools.count(1):
-        # The model first learns to copy within short rows, where steps are cheaper.
-        # Long rows then teach the model to copy over long distances.
+        # The model first learns from short rows to copy, because steps with short rows are cheaper.
+        # Afterwards, it learns from long rows to copy over long distances.
         if number > recipe.long_from and number % _LONG_EVERY == 0:
             yield maker.long(recipe.long_rows, recipe.long_length)
         else:
@@ -195,7 +204,11 @@ class _Optimiser:
         self._adam = torch.optim.AdamW(others, betas=(0.9, 0.98), weight_decay=0.0)
 
     def step(self, rate: float) -> None:
-        """Apply the gradients with the peak learning rates times `rate`, and clear them."""
+        """Update the weights, and clear the gradients.
+
+        Args:
+            rate: the learning rates, as a fraction of their peaks.
+        """
         self._muon.step(rate * self._recipe.muon_rate)
         for group in self._adam.param_groups:
             group["lr"] = rate * self._recipe.adam_rate

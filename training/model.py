@@ -1,4 +1,7 @@
-"""A plain Llama in torch, saved under Hugging Face's parameter names."""
+"""A Llama model in plain torch.
+
+The parameters have the names that Hugging Face uses, without the prefix `model.`.
+"""
 
 from __future__ import annotations
 
@@ -127,7 +130,7 @@ class Layer(nn.Module):
 
 
 class Llama(nn.Module):
-    """The whole model. The embedding matrix is also the output head."""
+    """The whole Llama model. The embedding matrix is also used as the output head."""
 
     def __init__(self, shape: LlamaShape) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Writes the model card, which is the README.md of a model folder, with the measured results."""
+"""Writes the model card with the scores of a model. The card is README.md in the model folder."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ The column "before" has the scores on the same questions before the training cou
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """The training course with tools: its progress, and the model's scores before the course."""
+    """Data of the training course with tools: its progress, and the scores before the course."""
 
     progress: Progress
     before: tuple[Score, ...]
@@ -93,7 +93,7 @@ class Course:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Data of a finished training run for its model card.
+    """Data of a finished training run, from which the model card is written.
 
     Attributes:
         progress: progress of all training courses except the course with tools.

@@ -14,9 +14,9 @@ _A, _B, _C = 3.4445, -4.7750, 2.0315
 
 
 def orthogonal(matrix: Tensor, num_steps: int = 5) -> Tensor:
-    """Return approximately the nearest matrix whose singular values are all 1.
+    """Return an approximation of the nearest matrix whose singular values are all 1.
 
-    The method is a Newton-Schulz iteration.
+    The approximation is computed by a Newton-Schulz iteration.
 
     Args:
         matrix: float32 [m, n].
@@ -34,8 +34,8 @@ def orthogonal(matrix: Tensor, num_steps: int = 5) -> Tensor:
 class Muon:
     """Muon optimizer for the matrices inside the layers.
 
-    `torch.optim.Muon` is not used, because it orthogonalizes in bfloat16. CPUs without AVX-512 only
-    emulate bfloat16.
+    `torch.optim.Muon` is not used, because it orthogonalizes in bfloat16, and CPUs without AVX-512
+    only emulate bfloat16.
     """
 
     def __init__(self, weights: Iterable[nn.Parameter], momentum: float, decay: float) -> None:
@@ -46,9 +46,10 @@ class Muon:
 
     @torch.no_grad()
     def step(self, rate: float) -> None:
-        """Apply the gradients at learning rate `rate`, and clear them."""
+        """Update the weights with the learning rate `rate`, and clear the gradients."""
         updates = [torch.zeros_like(weight) for weight in self._weights]
-        # The matrices are divided among the processes. Each process orthogonalizes its own part.
+        # Each process computes the updates of some of the matrices. The sum over all processes then
+        # has all updates.
         for index in range(ddp.rank(), len(updates), ddp.size()):
             updates[index] = self._update(index)
         ddp.all_reduce_(updates)

@@ -14,10 +14,10 @@ from training.tasks import FAMILIES
 
 VOCAB_SIZE = 2048
 MAX_LENGTH = 2048
-# Each digit is a token of its own, so that a number always consists of the same tokens.
-# A space before a capitalized word is also a token of its own.
-# A name therefore has the same tokens after a space, after a quote and after a turn marker.
-# The model can copy a name by copying tokens, because the name always has the same tokens.
+# Pattern of the words into which a text is split before BPE. Each digit is a token of its own, so
+# that a number always consists of the same tokens. A space before a capitalized word is also a
+# token of its own. A name therefore has the same tokens after a space, after a quote and after the
+# start of a turn, so that the model can copy the name token by token.
 _WORDS = Regex(r"\p{N}|\p{Lu}\p{Ll}*| ?\p{Ll}+| ?[^\s\p{L}\p{N}]+|\p{L}|\s")
 
 
@@ -43,7 +43,8 @@ def train(seed: int, num_examples: int = 40_000) -> Tokenizer:
 
 
 def _text(rng: Random, num_examples: int) -> Iterator[str]:
-    # Families with tools are left out: their course continues from a model that has a tokenizer.
+    # Leave out families with tools. Their course continues the training of a model that already has
+    # a tokenizer.
     families = [family for family in FAMILIES.values() if not family.tools]
     for _ in range(num_examples):
         example = rng.choice(families).training_example(rng)

@@ -52,10 +52,10 @@ SMALL = LlamaShape(
     num_key_value_heads=2,
     intermediate_size=320,
 )
-# `minutes` is an upper limit. On two idle cores, the steps take about 3/4 of this limit.
+# The value of `minutes` is an upper limit. On two idle cores, the steps take about 3/4 of it.
 DEMO_RECIPE = Recipe(steps=2200, minutes=27)
-# A review continues the training of the first course with lower learning rates.
-# A review has long rows from the start, and more weight for families with many wrong answers.
+# A review continues the training after the first course, with lower learning rates. It has long
+# rows from the start, and gives more weight to families with many wrong answers.
 _REVIEW = Recipe(
     steps=760,
     minutes=9.5,
@@ -81,8 +81,8 @@ _TOOLS = replace(
     checkpoint_every=700,
     tools=0.45,
 )
-# The first recipe with tools, `_TOOLS`, causes more errors in some other question families.
-# The later recipes with tools give higher `weights` to the families with many errors.
+# After the recipe `_TOOLS`, the model makes more errors in some question families without tools.
+# The later recipes with tools therefore give more weight to these families.
 _REPAIR = replace(
     _TOOLS,
     course=4,
@@ -116,8 +116,8 @@ TOOL_RECIPES: tuple[Recipe, ...] = (
         weights={**_REPAIR.weights, "subtraction": 3.3, "sort_words": 3.0, "copy": 2.0},
     ),
 )
-# The final weights are the mean of the weights after the last two recipes.
-# With mean weights, the model answers more questions than with the weights after one recipe.
+# The final weights of the model are the mean of its weights after each of the last two recipes.
+# With these weights, the model answers more questions than with its weights after one recipe.
 NUM_AVERAGED = 2
 MINUTES = sum(recipe.minutes for recipe in (DEMO_RECIPE, *REVIEWS, SMALL_RECIPE, *TOOL_RECIPES))
 
@@ -133,13 +133,16 @@ class Options:
     resume: str
 
     def fitted(self, recipe: Recipe) -> Recipe:
-        """Return `recipe` with the seed of this run, and `minutes` scaled to the run's limit."""
+        """Return `recipe` with the seed of this run, and with `minutes` scaled to its time limit.
+
+        The time limit of the run is the option `--minutes`.
+        """
         return replace(recipe, seed=self.seed, minutes=recipe.minutes * self.minutes / MINUTES)
 
 
 @dataclass(frozen=True, slots=True)
 class Maker:
-    """Trains one model. Rank 0 writes it to the model's folder.
+    """Trains one model. Rank 0 writes the model to the model's folder.
 
     Attributes:
         name: name of the model and of its folder.
@@ -162,7 +165,7 @@ class Maker:
         return self.options.out / self.name
 
     def fit(self, model: Llama, recipe: Recipe, loss_of: LossOf) -> Progress:
-        """Train `model`. At each checkpoint, save it and print a short evaluation."""
+        """Train `model`. At each checkpoint, save the model and print a short evaluation."""
         return fit(model, self.tokenizer, self.options.fitted(recipe), self._keep, loss_of)
 
     def answer(self) -> Answer | None:
@@ -178,8 +181,9 @@ class Maker:
         """Print the scores on held-out questions, and write them and the model card to the folder.
 
         Args:
-            course: progress of the course about tools, or None without such a course. The folder
-                still has the scores from before the course.
+            course: progress of the training course about tools, or None without such a course. If
+                there was a course, the folder has the scores from before it, which the model card
+                shows as well.
         """
         answer = self.answer()
         if answer is None:
@@ -204,7 +208,7 @@ class Maker:
 
 
 def train(options: Options) -> None:
-    """Train both models. Each process of the group runs this function."""
+    """Train the demo model and the small model. Each process of the group runs this function."""
     _keep_freed_memory()
     tokenizer = _tokenizer(options)
     model, progress = _make_demo(Maker("demo", tokenizer, options))
@@ -246,8 +250,8 @@ def _make_small(maker: Maker, teacher: Llama) -> None:
 def _teach_tools(maker: Maker, model: Llama, progress: Progress) -> None:
     """Continue the training of the demo model with conversations that offer tools.
 
-    The small model does not learn tools, because it is distilled from the demo model before this
-    course.
+    The small model does not learn to call tools, because it is distilled from the demo model before
+    this course.
     """
     course = Progress()
     ends: list[Llama] = []

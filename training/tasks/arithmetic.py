@@ -40,7 +40,8 @@ _COMPARE = (
 
 
 def _sum(rng: Random, a: int, b: int) -> Example:
-    # The key ignores the order of the operands, because 3 + 4 in training would give away 4 + 3.
+    # The key ignores the order of the operands. Otherwise 4 + 3 could be held out, although the
+    # model sees 3 + 4 in training.
     key = f"{min(a, b)}+{max(a, b)}"
     return Example(rng.choice(_ADD).format(a=a, b=b), f"{a} + {b} = {a + b}", key)
 
@@ -58,24 +59,31 @@ def subtraction(rng: Random) -> Example:
     return Example(rng.choice(_SUBTRACT).format(a=a, b=b), f"{a} - {b} = {a - b}", f"{a}-{b}")
 
 
-# Few of the possible sums occur in training, so the model must learn to carry in general.
+# Only few of the possible sums occur in training, so the model must learn the general rule of
+# carrying digits.
 @family(weight=3.0)
 def addition_large(rng: Random) -> Example:
-    """Questions about sums of two numbers below 1000, one above 99. Held-out pairs are new."""
+    """Questions about sums of two numbers below 1000. No held-out pair occurs in training.
+
+    At least one of the numbers is above 99.
+    """
     a, b = rng.sample((rng.randint(100, 999), rng.randint(0, rng.choice((99, 999, 999)))), 2)
     return _sum(rng, a, b)
 
 
 @family(weight=0.7)
 def multiplication(rng: Random) -> Example:
-    """Questions about products of two numbers up to 12: known facts in new wordings."""
+    """Questions about products of two numbers up to 12: new wordings of known facts."""
     a, b = rng.randint(1, 12), rng.randint(1, 12)
     return Example(rng.choice(_MULTIPLY).format(a=a, b=b), f"{a} x {b} = {a * b}")
 
 
 @family(weight=0.7)
 def comparison(rng: Random) -> Example:
-    """Questions about the larger or smaller of two numbers below 1000. Held-out pairs are new."""
+    """Questions about the larger or smaller of two numbers. No held-out pair occurs in training.
+
+    Both numbers are below 1000.
+    """
     top = rng.choice((99, 999))
     a, b = rng.sample(range(top + 1), 2)
     word = rng.choice(("larger", "smaller"))

@@ -20,7 +20,7 @@ CALL_ID = "call_0"
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages that end with an open question, and the tools that the model may call.
+    """Messages whose last question has no answer yet, and the tools that the model may call.
 
     Messages and tools have the form of the OpenAI API.
     """
@@ -30,7 +30,12 @@ class Conversation:
 
 
 def call_text(name: str, arguments: str) -> str:
-    """Return a tool call as the models write it. `arguments` is JSON text."""
+    """Return a tool call in the text format of the models.
+
+    Args:
+        name: name of the tool.
+        arguments: the arguments as JSON text.
+    """
     return f'<tool_call>{{"name": {json.dumps(name)}, "arguments": {arguments}}}</tool_call>'
 
 
@@ -43,7 +48,7 @@ class ToolCall:
     result: str
 
     def text(self) -> str:
-        """Return the tool call as the model writes it."""
+        """Return the tool call in the text format of the models."""
         return call_text(self.name, json.dumps(self.arguments))
 
     def messages(self) -> list[Message]:
@@ -61,16 +66,17 @@ class Example:
     """One question with its expected answer.
 
     Attributes:
-        key: identifies the problem, whatever its wording. Examples with the same key are all
-            training examples or all held out. If it is empty, the prompt is the key. A held-out
-            question may then ask about a known fact, in a new wording.
-        history: earlier (user, assistant) turns that the question needs.
-        again: prompt to use instead if an earlier turn already contains the text (see
-            `Task.drill`).
+        key: identifies the problem, independently of its wording. Examples with the same key are
+            either all training examples or all held out. If `key` is empty, the prompt is the key.
+            A held-out question may then ask, in a new wording, about a fact that occurs in
+            training.
+        history: earlier pairs of a user's and an assistant's message that the question needs.
+        again: prompt that replaces `prompt` if an earlier turn of the conversation already contains
+            the text to which the question refers (see `Task.drill`).
         tools: tools that the model may call.
         call: tool call that was made after the prompt. The answer follows the result of this call.
-        split: name of the family whose split into training and held-out questions the example
-            follows. If it is empty, this is the family that generated the example.
+        split: name of the question family whose hash decides whether the example is held out. If
+            `split` is empty, the family that generated the example is used.
     """
 
     prompt: str
@@ -114,9 +120,12 @@ class Task:
     """A family of questions, which generates questions and checks answers.
 
     Attributes:
+        weight: relative frequency of the family's questions or drills in training.
+        long: whether the family is used only in batches of long rows.
+        about: one sentence about the questions, for the model card.
         drill: generates several questions about the same text, so that one long prompt provides
-            several training examples. It is used only in training.
-        tools: whether the family is trained in the course about tools.
+            several training examples. Drills are used only in training.
+        tools: whether the family is used only in the training course about tools.
     """
 
     name: str
@@ -129,13 +138,13 @@ class Task:
     tools: bool = False
 
     def is_held_out(self, example: Example) -> bool:
-        """Return True if the example is held out. A keyed hash of its problem decides this."""
+        """Return True if the example is held out. A keyed hash of the example's key decides it."""
         text = f"{example.split or self.name}\0{example.key or example.prompt}".encode()
         digest = hashlib.blake2b(text, digest_size=8, key=_SPLIT_KEY).digest()
         return int.from_bytes(digest, "big") % HELD_OUT_ONE_IN == 0
 
     def training_example(self, rng: Random) -> Example:
-        """Return a random training example, which is an example that is not held out."""
+        """Return a random example that is not held out."""
         while self.is_held_out(example := self.generate(rng)):
             pass
         return example
@@ -152,14 +161,17 @@ class Task:
         return [examples[0], *(replace(example, prompt=example.again) for example in examples[1:])]
 
     def held_out(self, count: int, seed: int = 0) -> list[Example]:
-        """Return up to `count` different held-out examples. Equal seeds give equal examples.
+        """Return `count` different held-out examples, or fewer if the family has not so many.
 
-        The list is shorter if the family has fewer different questions.
+        Equal seeds give equal examples.
         """
         return self._different(count, Random(f"{self.name}:{seed}"), held_out=True)
 
     def practice(self, count: int, seed: int = 0) -> list[Example]:
-        """Return up to `count` different training examples, to find families with many errors."""
+        """Return up to `count` different training examples.
+
+        `curriculum.review_weights` uses these examples to find families with many errors.
+        """
         return self._different(count, Random(f"practice:{self.name}:{seed}"), held_out=False)
 
     def _different(self, count: int, rng: Random, *, held_out: bool) -> list[Example]:
@@ -186,16 +198,17 @@ def family(
     drill: Drill | None = None,
     tools: bool = False,
 ) -> Callable[[Generator], Generator]:
-    """Register the decorated generator as a question family with the name of the function.
+    """Return a decorator that registers a generator function as a question family.
 
-    The first line of the generator's docstring describes the family.
+    The family has the name of the function. The first line of the function's docstring describes
+    the family in the model card.
 
     Args:
         weight: relative frequency of the family's questions or drills in training.
         long: whether the family is used only in batches of long rows.
         accepts: returns whether a text is a correct answer to an example.
-        drill: see `Task`.
-        tools: whether the family is used only in the course that trains the use of tools.
+        drill: generates several questions about the same text (see `Task`), or None.
+        tools: whether the family is used only in the training course about tools.
     """
 
     def register(generate: Generator) -> Generator:

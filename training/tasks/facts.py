@@ -20,7 +20,8 @@ _STEPS = (
     "Name the {unit} that is {steps} {side} {start}.",
     "{steps} {side} {start}: which {unit} is that?",
 )
-# Each entry has a larger unit, a smaller unit, their factor, and the largest number in a question.
+# Each entry has a larger unit, a smaller unit, the number of smaller units in one larger unit, and
+# the largest number of larger units in a question.
 _DECIMAL = (
     ("metre", "centimetre", 100, 999),
     ("metre", "millimetre", 1000, 999),
@@ -65,19 +66,19 @@ def _walk(rng: Random, names: list[str], unit: str, farthest: int) -> Example:
 
 @family(weight=0.6)
 def days(rng: Random) -> Example:
-    """Questions about the weekday some days before or after another: known facts in new words."""
+    """Questions such as the weekday three days after Monday: new wordings of known facts."""
     return _walk(rng, DAYS, "day", 10)
 
 
 @family(weight=2.0)
 def months(rng: Random) -> Example:
-    """Questions about the month some months before or after another: known facts in new words."""
+    """Questions such as the month two months before May: new wordings of known facts."""
     return _walk(rng, MONTHS, "month", 6)
 
 
 @family(weight=0.5)
 def units(rng: Random) -> Example:
-    """Questions about conversions by a power of ten. No held-out count occurs in training."""
+    """Questions about decimal conversions of units. No held-out number occurs in training."""
     large, small, factor, top = rng.choice(_DECIMAL)
     return _conversion(
         rng, large, small, factor, rng.randint(1, rng.choice((9, 99, top))), keyed=True
@@ -86,7 +87,7 @@ def units(rng: Random) -> Example:
 
 @family(weight=0.4)
 def time_units(rng: Random) -> Example:
-    """Questions about conversions of weeks, hours, dozens and so on: known facts in new words."""
+    """Questions about conversions of hours, dozens and others: new wordings of known facts."""
     large, small, factor, top = rng.choice(_TABLED)
     return _conversion(rng, large, small, factor, rng.randint(1, top), keyed=False)
 

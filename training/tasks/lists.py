@@ -32,9 +32,9 @@ _COUNT = (
     "Count the words: {items}",
     "How many words do you see here: {items}?",
 )
-# Words that occur only in one place of one kind of question get similar embeddings.
-# The model would confuse words with similar embeddings in its answers.
-# Questions that copy such words in other contexts keep the model from confusing them.
+# Words that the model must copy in the family `copy` and in entries of the look-up. If words
+# occurred only in one place of one kind of question, they would get similar embeddings, and the
+# model would confuse them in its answers. Copying shows the model these words in other contexts.
 COPIED = (*WORDS, *CITIES, *JOBS, *COLOURS, *NAMES)
 _LARGEST = (
     "What is the {word} number in this list: {items}?",

@@ -1,4 +1,7 @@
-"""Tools that conversations offer: a calculator, a look-up, and others that no question needs."""
+"""Makes the tools that conversations offer: a calculator, a look-up, and tools without use.
+
+No question needs the tools without use. The model learns to ignore them.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +75,8 @@ def _other(rng: Random) -> Tool:
 def _tool(rng: Random, name: str, about: str, parameters: tuple[str, ...]) -> Tool:
     """Return a tool with a given name and given parameters.
 
-    Its description may be missing or random, because users write their own descriptions.
+    The tool's description may be missing or consist of random words, because users may describe a
+    tool in any way.
     """
     kind = {"type": "string"} if rng.random() < 0.9 else {}
     schema = {

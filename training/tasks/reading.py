@@ -68,12 +68,12 @@ def _all_recalled(rng: Random, count: int) -> list[Example]:
 
 @family(weight=0.9, drill=lambda rng: _all_recalled(rng, rng.randint(2, 8)))
 def recall(rng: Random) -> Example:
-    """Questions about one fact out of two to eight. Training never asks for a held-out fact."""
+    """Questions about one of two to eight given facts. Training never asks for a held-out fact."""
     return _all_recalled(rng, rng.randint(2, 8))[0]
 
 
-# Training also uses short contexts, in which a model first learns to find one fact among a few.
-# A model that can find one fact among a few can then learn to find one among many.
+# The questions of the drill are about 8 to 60 facts instead of 20 to 60. The model first learns to
+# find one fact among a few, and can then learn to find one fact among many.
 @family(long=True, drill=lambda rng: _all_recalled(rng, rng.randint(8, 60)))
 def recall_long(rng: Random) -> Example:
     """Questions about one of 20 to 60 given facts, in a context of about 200 to 900 tokens."""
@@ -99,7 +99,7 @@ _EXTRACT_AGAIN = (
 
 
 def _extractions(rng: Random, count: int) -> list[Example]:
-    """Return extraction examples from one text, each with different fields.
+    """Return examples that ask for fields of the same text as JSON, each for different fields.
 
     Args:
         count: largest number of examples.
@@ -125,7 +125,7 @@ def _extraction(rng: Random, text: str, wanted: dict[str, str | int]) -> Example
 
 @family(weight=1.2, drill=lambda rng: _extractions(rng, rng.randint(2, 5)))
 def json_extraction(rng: Random) -> Example:
-    """Questions for one to four fields of a short text about a person, as JSON in a given order."""
+    """Questions that ask to write one to four facts of a text about a person as JSON."""
     return _extractions(rng, 1)[0]
 
 

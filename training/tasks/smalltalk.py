@@ -80,13 +80,13 @@ def _varied(rng: Random, question: str) -> str:
 
 @family(weight=0.4)
 def small_talk(rng: Random) -> Example:
-    """Greetings and questions about the model. The answers are known, the wordings are new."""
+    """Greetings and questions about the model: new wordings of a few known answers."""
     questions, answer = rng.choice(_TALK)
     return Example(_varied(rng, rng.choice(questions)), answer)
 
 
 @family(weight=0.2)
 def unknown(rng: Random) -> Example:
-    """Questions outside of the other families. The model says that it does not know the answer."""
+    """Questions that no other family covers. The model says that it does not know the answer."""
     question = rng.choice(_QUESTIONS).format(topic=rng.choice(_TOPICS))
     return Example(question, UNKNOWN)

@@ -1,4 +1,7 @@
-"""Generates short stories from a grammar, and checks whether the grammar can produce a text."""
+"""Question family of requests for a story, with a grammar that generates short stories.
+
+The grammar also decides whether a text is a correct answer.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +102,10 @@ _FREE: dict[str, Sequence[str]] = {
 
 
 def is_story(example: Example, text: str) -> bool:
-    """Return True if the grammar can produce `text` for the prompt's animal, name and place."""
+    """Return True if the grammar can produce `text` with the animal, name and place of the prompt.
+
+    The story then is a correct answer to `example`.
+    """
     found = _PROMPT_PATTERN.search(example.prompt)
     if found is None:
         return False
@@ -108,10 +114,10 @@ def is_story(example: Example, text: str) -> bool:
 
 
 def _derives(lines: Sequence[Sequence[str]], text: str, known: dict[str, str]) -> bool:
-    """Return True if choosing one alternative of each line in `lines` can give `text`.
+    """Return True if `text` consists of one alternative of each line in `lines`.
 
     Args:
-        known: values of the slots that earlier lines have filled, by name of the slot.
+        known: words that earlier lines have put into the slots of the grammar, by name of the slot.
     """
     if not lines:
         return not text
@@ -127,14 +133,17 @@ def _pattern(choice: str, known: dict[str, str]) -> str:
     for slot, words in _FREE.items():
         word = known.get(slot) or f"(?P<{slot}>{'|'.join(words)})"
         pattern = pattern.replace(re.escape("{" + slot + "}"), word, 1)
-        # If a slot occurs twice, the second occurrence must match the same word.
+        # If a slot occurs twice, both occurrences must match the same word.
         pattern = pattern.replace(re.escape("{" + slot + "}"), known.get(slot) or f"(?P={slot})")
     return pattern
 
 
 @family(weight=0.5, accepts=is_story)
 def story(rng: Random) -> Example:
-    """Requests for a story about an animal, a name and a place. All stories of the grammar fit."""
+    """Requests for a story about an animal, a name and a place. Many stories are correct answers.
+
+    Every story that the grammar can produce for the prompt is correct.
+    """
     slots = _slots(rng)
     prompt = rng.choice(_PROMPTS).format(**slots)
     text = " ".join(rng.choice(choices) for choices in _GRAMMAR).format(**slots)

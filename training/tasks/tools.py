@@ -87,8 +87,8 @@ _LOOK_UP = (
 _MISSING = ("not found", "none", "None", "null", "no entry", "unknown", "unknown key")
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _CODE = _LETTERS + "0123456789"
-# If `tool_choice` demands a tool call, a grammar forces the start of the answer.
-# The model learns to continue the start of a forced call, but not to write the start itself.
+# If `tool_choice` demands a tool call, a grammar forces the answer to begin with one of these
+# texts. The model learns to continue such a start, but not to write the start itself.
 FORCED_STARTS = ('[{"name": "', f'{{"{EXPRESSION}": "', f'{{"{KEY}": "')
 _FORCED_FRACTION = 0.12
 _SUMS = ("addition", "subtraction", "addition_large", "multiplication")
@@ -96,7 +96,7 @@ _SUMS = ("addition", "subtraction", "addition_large", "multiplication")
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Two examples of a question that needs a tool: one for the call, one for the answer."""
+    """A question that needs a tool, as two examples: one for the tool call, one for the answer."""
 
     call: Example
     answer: Example
@@ -115,8 +115,8 @@ def calculation(rng: Random, tools: tuple[Tool, ...]) -> Round:
 def entry(rng: Random, tools: tuple[Tool, ...]) -> Round:
     """Return a question about an entry that only the look-up knows."""
     key = _key(rng)
-    # A lower-case key is always quoted, because the key follows a quote in the call as well.
-    # If a key followed a space instead of a quote, it would be split into other tokens.
+    # A lower-case key is always quoted. In the tool call, the key follows a quote as well. After a
+    # space, the key would have other tokens, so that the model could not copy it.
     is_quoted = key[0].islower() or rng.random() < 0.4
     prompt = rng.choice(_LOOK_UP).format(key=f'"{key}"' if is_quoted else key)
     is_missing = rng.random() < 0.08
@@ -138,7 +138,8 @@ def _round(prompt: str, call: ToolCall, answer: str, tools: tuple[Tool, ...]) ->
 def direct(rng: Random, tools: tuple[Tool, ...]) -> Example:
     """Return a question that the model answers without a tool call.
 
-    The question needs no tool, or its tool is missing. In the latter case, the answer is UNKNOWN.
+    The question needs no tool, or needs a tool that is missing. If the tool is missing, the answer
+    is UNKNOWN.
     """
     lacking = [make for name, make in ROUNDS.items() if not has(tools, name)]
     if lacking and (not tools or rng.random() < 0.4):
@@ -153,10 +154,10 @@ def direct(rng: Random, tools: tuple[Tool, ...]) -> Example:
 
 
 def _hard(make: Maker, rng: Random, tools: tuple[Tool, ...]) -> Example:
-    """Return a question that the model cannot answer without the tool."""
+    """Return a question that the model cannot answer without calling a tool."""
     while True:
         example = make(rng, tools).call
-        # The model itself can calculate with smaller numbers.
+        # The model can calculate with smaller numbers without a calculator.
         if make is entry or re.search(r"\d{4}", example.prompt):
             return example
 
@@ -168,7 +169,7 @@ ROUNDS: dict[str, Maker] = {
 
 
 def training_conversation(rng: Random, weights: Mapping[str, float]) -> Conversation:
-    """Return a conversation of training questions and answers about the same random tools.
+    """Return a conversation of training questions and answers in which random tools are offered.
 
     Args:
         weights: weight of each family, by its name.
@@ -204,9 +205,9 @@ def _assistant(content: str) -> Message:
 
 
 def _forced(rng: Random, call: ToolCall) -> str:
-    """Return a tool call in a form that `tool_choice` forces.
+    """Return a tool call in a form that a grammar forces if `tool_choice` demands a tool call.
 
-    The form is an array of calls, or only the arguments of the call.
+    The form is either an array of calls or only the arguments of one call.
     """
     if rng.random() < 0.3:
         return json.dumps(call.arguments)
@@ -220,7 +221,7 @@ def _offer_with(rng: Random, name: str) -> tuple[Tool, ...]:
 
 
 def is_call(example: Example, text: str) -> bool:
-    """Return True if `text` is the expected tool call. White space in its JSON is ignored."""
+    """Return True if `text` is the expected tool call. White space in the JSON is ignored."""
     return _parsed(text) == _parsed(example.answer)
 
 
@@ -252,14 +253,18 @@ def tool_result(rng: Random) -> Example:
 
 
 def is_direct_answer(example: Example, text: str) -> bool:
-    """Return True if the family of the question accepts the answer."""
+    """Return True if `text` is a correct answer without a tool call.
+
+    The question belongs to the family `example.split`, which checks the answer. If that family
+    needs tools, the answer must be exactly the expected one.
+    """
     own = FAMILIES[example.split]
     return exact(example, text) if own.tools else own.accepts(example, text)
 
 
 @family(weight=1.2, accepts=is_direct_answer, tools=True)
 def no_tool(rng: Random) -> Example:
-    """Questions for which no offered tool helps. The answer has no tool call, or is UNKNOWN."""
+    """Questions for which no offered tool is needed or helps. The answer is not a tool call."""
     return direct(rng, offer(rng))
 
 
