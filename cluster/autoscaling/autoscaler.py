@@ -36,10 +36,8 @@ MEMORY_COLD_STARTS = 20
 INITIAL_SIZE_FADE_SECONDS = 7200.0
 """Seconds in which the share `hedge` of a pool's initial size decreases linearly to 0."""
 NEARLY_FULL = 0.9
-"""Share of a mixed pool's sequence limit from which queued requests count as decode load.
-
-This holds only in clusters with a TTFT SLO. In other clusters, queued requests always count.
-"""
+"""With a TTFT SLO, the queued requests of a mixed pool count as decode load only if the running
+sequences reach this share of the largest number of sequences that the pool can run at once."""
 MAX_WORKERS = 10**6
 """Upper limit of the number of workers that is computed as the need of a pool."""
 
@@ -66,11 +64,9 @@ class ScalingPolicy:
     up: float = 15.0  # the size of a pool at most doubles within this time
     down: float = 120.0  # a pool shrinks once it has needed fewer workers for this long
     down_step: float = 15.0  # minimum time between the drains of two workers of a pool
-    # Fraction of (largest burst - average rate) for which workers are kept beyond those for the
-    # largest burst.
+    # Fraction of (largest burst - average rate) for which spare workers are kept.
     headroom: float = 0.25
-    # Share of a pool's initial size that the pool keeps at first, if the cluster has a TTFT SLO. In
-    # other clusters it is 0, and `headroom` is used instead.
+    # Share of the initial size that is kept at first. If it is 0, `headroom` is used instead.
     hedge: float = 0.0
     late: float = 0.0  # Share of the work that may be late. Used only if `hedge` is not 0.
 
@@ -393,11 +389,7 @@ def _is_needed(state: PoolInputs) -> bool:
 
 
 def _remember(past: deque[tuple[float, int]], now: float, value: int, seconds: float) -> None:
-    """Append (`now`, `value`), and drop the entries from before the last `seconds`.
-
-    The newest entry from before that interval is kept, because its value was still valid when the
-    interval began.
-    """
+    """Append (`now`, `value`), and drop entries whose value was replaced over `seconds` ago."""
     past.append((now, value))
     while len(past) > 1 and past[1][0] <= now - seconds:
         past.popleft()

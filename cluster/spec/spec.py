@@ -392,10 +392,7 @@ MOVED = {
         for name in ("block_size", "kv_cache_mib", "max_sequences", "max_batched_tokens")
     },
 }
-"""Text for error messages about keys that only older files have, by dotted path.
-
-The text says what to write instead of the key.
-"""
+"""What to write instead of each key that only older files have, by dotted path of the key."""
 
 
 def parse(content: Mapping[str, Any]) -> ClusterSpec:
