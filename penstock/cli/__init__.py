@@ -30,8 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code, which is 2 for invalid arguments.
 
     The reader of standard output may close the pipe early, as in `penstock chat | head -1`. In this
-    case, return the exit code of a process that was killed by SIGPIPE. If the command is
-    interrupted, also while it is imported, return that of SIGINT.
+    case, return the exit code of a process that was killed by SIGPIPE. If Ctrl-C interrupts the
+    command, even while its module is imported, return the exit code for SIGINT.
     """
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in ("--help", "-h", "help"):
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _has_lost_reader() -> bool:
     """Return whether the reader of standard output has closed the pipe.
 
-    If so, further output is discarded.
+    If the result is True, further output of this process is discarded.
     """
     output = sys.stdout.fileno()
     poll = select.poll()

@@ -30,7 +30,8 @@ from penstock.protos.inference_pb2_grpc import InferenceStub
 
 DEFAULT = "127.0.0.1:9000"
 SECONDS_TO_CONNECT = 10.0
-# An interrupted answer is retried for this many seconds after its last piece of text.
+# If a router fails during an answer, the call is repeated for this many seconds after the last
+# piece of text.
 SECONDS_TO_RETURN = 60.0
 
 

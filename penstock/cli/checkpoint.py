@@ -22,7 +22,7 @@ class NoModel(ValueError):
 
 
 def find(model: str = BUNDLED, revision: str | None = None) -> Path:
-    """Return the folder or GGUF file of a model, after downloading it if `model` is a hub name.
+    """Return the folder or GGUF file of a model. If `model` is a hub name, download it first.
 
     The name `demo` (`BUNDLED`) always means the bundled model. To use a local folder with that
     name, pass `./demo`.

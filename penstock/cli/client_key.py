@@ -1,4 +1,4 @@
-"""Flags for the API key of commands that call a server."""
+"""Adds the flags for API keys to commands that call a server."""
 
 import argparse
 from collections.abc import Sequence

@@ -18,7 +18,7 @@ from penstock.common.api_key import client_key
 Json: TypeAlias = dict[str, Any]
 
 DEFAULT = "http://127.0.0.1:8000"
-# Seconds to wait for the reply. The router may first have to ask the other routers.
+# Seconds to wait for the reply. It is long, because the router may have to query other routers.
 SECONDS_TO_ANSWER = 10.0
 
 
@@ -28,7 +28,7 @@ class NoExplanation(RuntimeError):
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command. Return 1 if there is no explanation, and 2 if the URL is invalid."""
-    # Unlike `parse_args`, this method accepts the optional URL after an option.
+    # With `parse_args`, the optional URL would not be accepted after an option.
     given = _parser().parse_intermixed_args(arguments)
     try:
         found = fetch(given.url, given.id, client_key(given.api_key_file))

@@ -40,7 +40,7 @@ TEXTS = {
     "worker_lost": "{worker} was lost",
     "ended": "ended after {tokens} tokens",
 }
-"""Text of each kind of event. Other kinds of events are shown by their names."""
+"""Text for each kind of event. For kinds that are missing here, the name of the kind is shown."""
 
 BAD = ("readmitted", "transfer_failed", "rejected", "worker_lost")
 

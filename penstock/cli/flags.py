@@ -142,19 +142,20 @@ def _nested(name: str, value: Any) -> dict[str, Any]:
 def _default_pools(ranks: dict[str, Any]) -> dict[str, Any]:
     """Return the pools of a cluster whose specification gives no pools."""
     if ranks.get("tp", 1) != 1 or ranks.get("pp", 1) != 1:
-        # One machine may lack room for two workers that have several ranks each.
+        # Return only one pool, because one machine may lack room for two workers with several
+        # ranks each.
         return {"mixed": {}}
     return {role: {} for role in ROLES if getattr(DEFAULT_POOLS, role).replicas}
 
 
 def _with_default_pools(content: dict[str, Any], ranks: dict[str, Any]) -> dict[str, Any]:
-    """Add the default pools to `content` if all pools of `content` are default pools."""
+    """Add the default pools to `content`, unless it has a pool that is not a default pool."""
     default, bounded = _default_pools(ranks), content.get("pools", {})
     return merged({"pools": default}, content) if bounded.keys() <= default.keys() else content
 
 
 def _over_pools(content: dict[str, Any], ranks: dict[str, Any]) -> dict[str, Any]:
-    """Apply the flags that hold for every pool to each pool of `content`."""
+    """Apply the flags without the name of a pool to each pool of `content`."""
     pools = content.get("pools", _default_pools(ranks))
     if not ranks or not isinstance(pools, dict):
         return content  # `parse` raises the error about invalid pools later

@@ -131,7 +131,7 @@ def _word(value: Scalar) -> str:
 
 
 def _rounded(value: Scalar) -> Scalar:
-    """Round a time to microseconds.
+    """Round a float to six digits after the decimal point, and return other values unchanged.
 
     NaN and infinities become strings, because JSON has no such numbers.
     """

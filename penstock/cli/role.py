@@ -11,7 +11,8 @@ from penstock.cli.status import DEFAULT, MAX_BYTES, NoStatus, connect
 from penstock.common.api_key import client_key
 
 ROLES = ("prefill", "decode", "mixed")
-# Seconds to wait for the router's reply. A router waits less than this for the supervisor.
+# Seconds to wait for the router's reply. The router itself waits for the supervisor, but for a
+# shorter time.
 SECONDS_TO_ANSWER = 30.0
 
 

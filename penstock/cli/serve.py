@@ -45,8 +45,8 @@ ECHO_SECONDS = 0.5  # another signal within this many seconds of the first is ig
 def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit code.
 
-    The code is 2 if an argument is wrong. In this case, no process was started. The code is 1 after
-    later failures.
+    The code is 2 if a check fails before any process is started, for example if an argument is
+    wrong. The code is 1 after later failures.
     """
     try:
         spec = flags.read_spec(arguments)
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
         spec = with_chat_template(spec)
         check_access(spec, has_keys=bool(api_keys))
         folder = checkpoint.find(spec.checkpoint, spec.model.revision)
-        # With `pool_nodes`, only the nodes of workers have the weights, so do not check them here.
+        # With `pool_nodes`, only the workers' nodes have the weights, so they are not checked here.
         checkpoint.check(folder, with_weights=not spec.pool_nodes)
         check_ranks(spec, folder)
         # On an existing cluster, routers may run elsewhere, so their ports are not checked.
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 class BadAddress(ValueError):
-    """An address cannot be listened on or connected to. The message names the address."""
+    """Listening on an address, or connecting to it, failed. The message names the address."""
 
 
 def check_ranks(spec: ClusterSpec, folder: Path) -> None:
@@ -106,7 +106,9 @@ def check_ports(spec: ClusterSpec) -> None:
 
 
 def check_ray(address: str) -> None:
-    """Check that a server listens at the address of Ray. Ray itself would retry for minutes.
+    """Check that a server listens at the address of Ray.
+
+    Without this check, Ray would repeat its attempts to connect for minutes.
 
     Raises:
         BadAddress: the address is invalid, or no server listens there.
@@ -131,9 +133,9 @@ def check_ray(address: str) -> None:
 class Interrupts:
     """Handles SIGINT, SIGTERM and SIGHUP.
 
-    The first signal starts a graceful shutdown, and the second signal kills all processes. Until
-    the cluster runs, the first signal raises KeyboardInterrupt. Other code may swallow this
-    exception while Ray starts, so `wanted` also records the signal.
+    The first signal starts a graceful shutdown, and the second signal kills all processes. Before
+    the cluster runs, the first signal raises KeyboardInterrupt instead. Other code may catch this
+    exception while Ray starts. The property `wanted` therefore also shows that a signal arrived.
     """
 
     def __init__(self) -> None:
@@ -235,7 +237,7 @@ class _Run:
 
     def supervise(self, work: Callable[[asyncio.Event], Awaitable[None]]) -> None:
         """Run `work` with an event. Setting the event makes `work` shut down gracefully."""
-        # Ray has installed its own signal handlers, so install ours again.
+        # Ray has replaced the signal handlers by its own, so install those of this class again.
         self._interrupts.install()
         self._view("Ray", status_events.Ready(self._seconds))
         asyncio.run(self._supervise(work))
@@ -243,7 +245,7 @@ class _Run:
     async def _supervise(self, work: Callable[[asyncio.Event], Awaitable[None]]) -> None:
         stop, loop = asyncio.Event(), asyncio.get_running_loop()
         self._interrupts.first = lambda: loop.call_soon_threadsafe(stop.set)
-        # A signal arrived while Ray started, and Ray swallowed the KeyboardInterrupt.
+        # If a signal arrived while Ray started, Ray may have caught the KeyboardInterrupt.
         if self._interrupts.wanted:
             raise KeyboardInterrupt
         watching = asyncio.create_task(self._watch_ray())

@@ -13,7 +13,7 @@ COLOURS = {
     "ready": "green",
     "draining": "yellow",
     "suspect": "yellow",
-    "waiting": "yellow",  # the router has no workers yet
+    "waiting": "yellow",  # state of a router that has no workers yet
     "stuck": "red",
     "down": "red",
 }
@@ -150,7 +150,10 @@ def _numbers(numbers: Json | None) -> list[str | Text]:
 
 
 def _kv(blocks: Mapping[str, int]) -> Text:
-    """Return a bar of the KV blocks in use. Leased and reserved blocks have another colour."""
+    """Return a bar that shows the fraction of the KV blocks in use.
+
+    Leased and reserved blocks have another colour than used blocks.
+    """
     total = sum(blocks.values())
     held = blocks["leased"] + blocks["reserved"]
     fraction = (blocks["used"] + held) / total if total else 0.0

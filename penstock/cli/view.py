@@ -65,7 +65,7 @@ class Lines:
 
 
 class _Bytes(ProgressColumn):
-    """A column with the loaded and the total bytes of weights, while weights are loaded."""
+    """A column that shows, while weights are loaded, the number of loaded bytes and the total."""
 
     def render(self, task: Task) -> Text:
         if not task.total or not task.fields["weights"]:

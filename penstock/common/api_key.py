@@ -24,8 +24,9 @@ class BadKey(ValueError):
 class ApiKey:
     """An API key that a server accepts. Logs and metrics show its name and never the key.
 
-    The role `user` may use the model. An operator may also read and change the cluster's state. The
-    role `metrics` may only read the state.
+    A key with the role `user` allows requests to the model. A key with the role `operator` also
+    allows reading and changing the cluster's state. A key with the role `metrics` only allows
+    reading this state.
     """
 
     name: str
@@ -34,7 +35,7 @@ class ApiKey:
 
 
 def checked_key(text: str, allow_weak: bool = False) -> str:
-    """Return a key without the whitespace around it. Raise `BadKey` if it cannot be a key."""
+    """Return a key without the whitespace around it. Raise `BadKey` if the key is not valid."""
     key = text.strip()
     if not key:
         raise BadKey("is empty: give a key, such as the output of `openssl rand -hex 32`")

@@ -13,14 +13,14 @@ class ArgumentNotation:
     A "Lark expression" is the right-hand side of a rule of a Lark grammar.
 
     Attributes:
-        kind: `json` stands for a JSON object. With `tagged`, keys and values stand between tags,
-            and strings have no quotes. `bracketed` is like JSON, but keys have no quotes, and
-            strings have other quotes. `keywords` stands for Python keyword arguments.
+        kind: `json` is a JSON object. `tagged` writes keys and values between tags, and strings
+            without quotes. `bracketed` is like JSON, but keys have no quotes, and strings have
+            other quotes. `keywords` are keyword arguments in Python's syntax.
         before_key: for `tagged`, the Lark expression before a key.
         before_value: for `tagged`, the Lark expression between a key and its value.
         end: for `tagged`, the text that ends a string. For `bracketed`, the text that quotes a
             string.
-        end_token: Lark expression that matches `end` if it is a special token, or "" if it is
+        end_token: Lark expression that matches `end` if `end` is a special token, or "" if `end` is
             ordinary text.
         markers: texts that no string may contain.
     """

@@ -1,17 +1,18 @@
-"""Content hashes of KV blocks, by which equal prefixes are recognized.
+"""Computes content hashes of KV blocks. Equal prefixes are found by these hashes.
 
 The hash of a full block depends on two things:
 
 - the token ids of the block, as little-endian int32;
-- the hash of the previous block, which is called the parent. It stands for all earlier tokens.
+- the hash of the previous block, which is called the parent and depends on all earlier tokens.
 
-The parent of a sequence's first block is the root, which is a hash of the salt, keyed by a secret
-of the cluster. Only sequences with equal salts share blocks, so different salts separate tenants
-and adapters. A tenant who does not know the secret cannot compute the hash of a guessed prompt, and
-so cannot find out whether another tenant has sent this prompt.
+The first block of a sequence has no previous block. Its parent is the root hash, which is a hash of
+the salt, keyed by a secret of the cluster. Only sequences with equal salts share blocks, so
+different salts separate tenants and adapters. A tenant who does not know the secret cannot compute
+the hash of a guessed prompt. The tenant therefore cannot find out whether another tenant has sent
+this prompt.
 
-The hash does not depend on the weights and the dtype of the model. Compare hashes only between the
-caches of one cluster whose layout fingerprints are equal.
+The hash does not depend on the weights and the dtype of the model. Compare hashes only between
+caches of the same cluster, and only if the fingerprints in their layouts are equal.
 
 `block_hash` is BLAKE2b with a 16-byte digest, keyed by the parent. `root_hash` is the BLAKE2b of
 the salt, keyed by the secret. Other implementations must produce equal hashes.
@@ -51,7 +52,7 @@ def root_hash(key: bytes, salt: bytes) -> bytes:
     """Return the hash that is the parent of the first block of a sequence.
 
     Args:
-        key: secret of the cluster. If it is empty, everybody can compute the hash.
+        key: secret of the cluster. If the key is empty, everybody can compute the hash.
         salt: text that separates tenants. Sequences share blocks only if their salts are equal.
     """
     return blake2b(salt, digest_size=HASH_BYTES, key=key).digest()
@@ -86,7 +87,7 @@ def short_hashes(hashes: Collection[bytes]) -> list[int]:
 def extend_chain(
     hashes: list[bytes], root: bytes, tokens: npt.NDArray[np.int32], block_size: int
 ) -> None:
-    """Extend `hashes`, the hashes of a sequence's first blocks, to all full blocks of the sequence.
+    """Append the hashes of those full blocks of a sequence that are not in `hashes` yet.
 
     Args:
         hashes: hashes of the first blocks of the sequence. The list is extended in place.

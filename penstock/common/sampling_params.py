@@ -32,8 +32,8 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "frequency_penalty": (-2.0, 2.0),
     "repetition_penalty": (_float32(0.01), 10.0),
 }
-"""Inclusive range of each parameter, without NaN and infinities. All bounds are float32 values, so
-that a value within its range is still in range after rounding to float32."""
+"""Smallest and largest allowed value of each parameter. All bounds are float32 values, so that an
+allowed value is still allowed after rounding to float32."""
 
 MAX_LOGIT_BIAS = 100.0
 MAX_LENGTH_PENALTY = 5.0
@@ -153,7 +153,7 @@ class SamplingParams:
 
     @property
     def is_ranked(self) -> bool:
-        """True if answers are ranked, so that none can be returned before all have ended."""
+        """True if the answers are ranked. They can then be returned only after all have ended."""
         return self.use_beam_search or self.num_sequences > self.n
 
     def answer_limit(self, num_prompt: int, max_model_len: int) -> int:
@@ -230,11 +230,11 @@ class SamplingParams:
         return replace(self, max_tokens=max_tokens, seed=seed)
 
     def for_worker(self) -> Self:
-        """Return the resolved parameters in the normalized form that is sent to a worker.
+        """Return these parameters, which must be resolved, in the form that is sent to a worker.
 
-        When sampling, the router selects the best `n` of `best_of` answers. The worker therefore
-        gets `best_of` as its `n`, and returns the log probabilities that the ranking needs. `stop`,
-        `include_stop_str_in_output` and `skip_special_tokens` are kept here, but are not sent.
+        Without a beam search, the router selects the best `n` of `best_of` answers. The worker
+        therefore gets `best_of` as its `n`, and returns log probabilities for the ranking. `stop`,
+        `include_stop_str_in_output` and `skip_special_tokens` remain, but are not sent.
         """
         if not (self.use_beam_search or self.best_of is not None or self.top_k < 0):
             return self
@@ -271,7 +271,7 @@ def check_token_ids(name: str, tokens: Collection[int], vocab_size: int) -> None
 
 
 def check_bad_words(words: Sequence[str], limits: SamplingLimits) -> None:
-    """Raise `InvalidParameterError` if a word of `bad_words` is invalid before tokenization."""
+    """Raise `InvalidParameterError` if `bad_words` has too many, blank or too long words."""
     _check_size("bad_words", len(words), limits.max_bad_words, "words")
     for index, word in enumerate(words):
         if not word.strip() or len(word) > limits.max_bad_word_chars:
@@ -325,9 +325,9 @@ def _check_token_lists(params: SamplingParams, limits: SamplingLimits, vocab_siz
 
 
 def _check_token_choice(params: SamplingParams, limits: SamplingLimits, vocab_size: int) -> None:
-    """Check that bad words and allowed tokens are valid, and that an allowed token is left."""
+    """Check that bad words and allowed tokens are valid, and do not exclude all tokens together."""
     words, most = params.bad_words_token_ids, limits.max_bad_word_tokens
-    # Each bad word has one or two token sequences.
+    # The list has one or two token sequences for each bad word.
     _check_size("bad_words", len(words), 2 * limits.max_bad_words, "token sequences")
     for word in words:
         if not 0 < len(word) <= most:

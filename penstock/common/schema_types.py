@@ -11,7 +11,7 @@ TYPES = frozenset(("string", "integer", "number", "boolean", "null", "array", "o
 STRING = frozenset(("string",))
 TEXT_OR_NULL = frozenset(("string", "null"))
 MAX_SCHEMAS = 256
-"""Limit of the schemas that are read for one value, because references may form a cycle."""
+"""Limit of the schemas that are read for one value. It ends cycles of references."""
 
 
 def types_of(root: Any, schema: Any) -> frozenset[str]:
@@ -27,7 +27,12 @@ def types_of(root: Any, schema: Any) -> frozenset[str]:
 
 
 def parameter_types(root: Any, parameter: str) -> frozenset[str]:
-    """Return the types that the schema `root` of an object allows for its member `parameter`."""
+    """Return the JSON types that a schema of arguments allows for one parameter.
+
+    Args:
+        root: schema of the object that has the parameters as its members.
+        parameter: name of the parameter.
+    """
     return types_of(root, properties_of(root).get(parameter))
 
 

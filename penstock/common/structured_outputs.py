@@ -1,4 +1,4 @@
-"""The form that a request requires of its answers, as the text of a constraint.
+"""Structured outputs: the constraint that the answers of a request must satisfy, as text.
 
 `penstock.common.grammar` converts the text to a grammar. The names of the kinds of constraints are
 those of vLLM's `StructuredOutputsParams`.

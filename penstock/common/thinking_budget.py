@@ -1,4 +1,4 @@
-"""A thinking budget: the most tokens that a model may use for reasoning before it answers."""
+"""A thinking budget: the largest number of tokens that a model may use for reasoning."""
 
 from dataclasses import dataclass
 

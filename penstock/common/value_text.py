@@ -1,4 +1,4 @@
-"""Values of a client's JSON in error messages."""
+"""Formats JSON values in clients' requests for error messages."""
 
 from penstock.common.number_text import number_text
 

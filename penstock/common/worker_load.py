@@ -76,7 +76,10 @@ class WorkerLoad(NamedTuple):
 
     @property
     def deferred(self) -> int:
-        """Number of sequences that wait for something other than room in the running batch."""
+        """Number of sequences that wait for a KV transfer or for their grammar.
+
+        These sequences do not wait for room in the running batch.
+        """
         return self.receiving + self.awaiting_grammar
 
     @property

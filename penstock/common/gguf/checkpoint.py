@@ -10,13 +10,16 @@ from penstock.common.gguf.header import GgufHeader, GgufTensor, read_header
 from penstock.common.gguf.metadata import Metadata
 
 SPLIT_NAME = re.compile(r"(?P<model>.+)-(?P<part>\d{5})-of-(?P<count>\d{5})\.gguf")
-"""Pattern of the name of a file of a split model. Parts are counted from 1."""
+"""Pattern of the file names of a model that is split into several files, counted from 1."""
 
 MAX_FILES = 1024
 
 
 def is_gguf(model: Path) -> bool:
-    """Return whether the path of a model denotes a GGUF file, as opposed to a checkpoint folder."""
+    """Return whether the path of a model stands for a GGUF file instead of a checkpoint folder.
+
+    Every existing file counts as a GGUF file.
+    """
     return model.is_file() or (model.suffix == ".gguf" and not model.is_dir())
 
 

@@ -61,7 +61,7 @@ class _Architecture:
 
 
 def _full_attention(reader: _Reader, values: Values) -> Values:
-    """Return a Llama or Qwen model's configuration values: whether attention and MLP have biases.
+    """Return the values that say whether attention and MLP of a Llama or Qwen model have biases.
 
     Raises:
         UnsupportedModel: the model does not use full attention, because its sliding window is
@@ -209,7 +209,7 @@ def _rope(reader: _Reader, values: Values, partial: bool) -> Values:
     found: Values = {}
     if rotated != head_dim:
         fraction = rotated / head_dim
-        while int(head_dim * fraction) < rotated:  # rounding down would lose one rotated feature
+        while int(head_dim * fraction) < rotated:  # readers of config.json round the product down
             fraction = math.nextafter(fraction, 1.0)
         found["partial_rotary_factor"] = fraction
     scaling = _scaling(reader, values, rotated // 2)
@@ -248,13 +248,16 @@ def _scaling(reader: _Reader, values: Values, num_pairs: int) -> Values:
         "beta_slow": reader.number("rope.scaling.yarn_beta_slow", 1.0),
     }
     extra = reader.number("rope.scaling.attn_factor", 1.0)
-    if extra != 1.0:  # multiply the factor by YaRN's own factor, as llama.cpp does
+    if extra != 1.0:  # the product with YaRN's default attention factor, as in llama.cpp
         found["attention_factor"] = extra * (1.0 + 0.1 * math.log(max(factor, 1.0)))
     return found
 
 
 def _divisors(reader: _Reader, original: int, num_pairs: int) -> Values:
-    """Return the rope scaling of a file with tensors of frequency divisors (Llama 3, LongRoPE)."""
+    """Return the rope scaling of a file that has tensors with a divisor of each frequency.
+
+    Files of Llama 3 and of models with LongRoPE have such tensors.
+    """
     common: Values = {"rope_type": "longrope"}
     if ROPE_FACTORS in reader.tensors:
         divisors = _tensor(reader, ROPE_FACTORS, num_pairs)

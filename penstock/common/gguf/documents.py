@@ -24,7 +24,7 @@ _SAMPLING = {
     "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
 }
-"""Names of the entries below `general.sampling.`, with their names in generation_config.json."""
+"""The name in generation_config.json of each entry below `general.sampling.`."""
 
 
 def config_of(path: Path) -> Json:

@@ -6,7 +6,8 @@ type, offset), and then the aligned data. Numbers are little endian. `docs/gguf.
 describes the format.
 
 Files are not trusted. Every count, length, type, dimension and offset is compared with the size of
-the file before it is used. `MAX_HEADER_BYTES` limits the time and the memory that a file can cost.
+the file before it is used. `MAX_HEADER_BYTES` limits the time and the memory that reading a file
+can take.
 """
 
 import math
@@ -38,7 +39,8 @@ _NUMBERS = {
     }.items()
 }
 _UINT32, _UINT64 = _NUMBERS[4], _NUMBERS[10]
-# The key and the value of a metadata entry have at least one byte each.
+# Smallest size of a metadata entry: the length of its key, the key, the type and the value. The key
+# and the value have at least one byte each.
 _LEAST_ENTRY_BYTES = _UINT64.size + 1 + _UINT32.size + 1
 _LEAST_TENSOR_BYTES = 2 * _UINT64.size + 1 + 2 * _UINT32.size + _UINT64.size
 
@@ -127,8 +129,8 @@ def read_header(path: Path) -> GgufHeader:
         with path.open("rb") as file:
             begin = file.read(len(MAGIC) + _UINT32.size)
             _check_magic(path, begin)
-            # The map stays open, because arrays are decoded later.
-            # Python closes the map when its last reference is gone.
+            # The memory map stays open, because arrays are decoded later. Python closes the map
+            # when nothing refers to it any more.
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except FileNotFoundError:
         raise BadCheckpoint(f"{path} is missing: copy or download it again") from None
@@ -159,7 +161,7 @@ def _check_magic(path: Path, begin: bytes) -> None:
 
 
 class _Cursor:
-    """A position in the header, with reads that are checked against the size of the file."""
+    """Reads the values of the header one after another, and checks that the file contains them."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path = path
@@ -173,7 +175,12 @@ class _Cursor:
         )
 
     def need(self, num_bytes: int, what: str) -> None:
-        """Raise `BadCheckpoint` if fewer than `num_bytes` bytes are left for `what`."""
+        """Raise `BadCheckpoint` if fewer than `num_bytes` bytes of the header are left.
+
+        Args:
+            num_bytes: number of bytes that are read next.
+            what: name of the value that is read next, for the error message.
+        """
         left = self._end - self.position
         if num_bytes <= left:
             return

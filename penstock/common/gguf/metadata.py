@@ -23,7 +23,8 @@ def shortest(value: float) -> float:
 class Metadata:
     """The metadata of a GGUF file, by key.
 
-    The object records which keys were read, so that files with other keys can be refused.
+    The object records which keys were read. Files with keys that nothing has read can then be
+    refused (see `refuse_unread`).
     """
 
     def __init__(self, path: Path, values: Mapping[str, Value]) -> None:

@@ -77,7 +77,7 @@ _SINGLE_DIGITS = PreTokenizer(({"type": "Digits", "individual_digits": True},), 
 PRE_TOKENIZERS = {
     **dict.fromkeys(("gpt-2", "phi-2"), _GPT2),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), _LLAMA3),
-    "dbrx": _GPT4,  # also Phi-4
+    "dbrx": _GPT4,  # Phi-4 models have this value as well
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
     **dict.fromkeys(("gpt-4o", "llama4"), _GPT4O),
     "tekken": _TEKKEN,

@@ -16,7 +16,8 @@ from penstock.common.gguf.vocabulary import (
 Json: TypeAlias = dict[str, Any]
 
 SPACE = "\u2581"  # SentencePiece writes this character in place of a space
-MAX_PIECE_CHARS = 512  # limits the time that finding the merges of SentencePiece tokens takes
+# Length limit of SentencePiece tokens, which bounds the time to find the merges of each token.
+MAX_PIECE_CHARS = 512
 
 NEUTRAL = {
     f"tokenizer.ggml.{name}"
@@ -173,8 +174,8 @@ def _sentence_piece(metadata: Metadata, vocabulary: Vocabulary) -> tuple[Json, b
     """Return the entries of tokenizer.json for SentencePiece BPE.
 
     SentencePiece first joins the pair of tokens whose concatenation has the highest score. BPE of
-    the `tokenizers` library first joins the pair that is earliest in its list of merges. The list
-    is therefore sorted by score.
+    the `tokenizers` library first joins the pair that is earliest in its list of merges. This
+    function therefore sorts the list of merges by score.
 
     The second result is True if BOS is added to texts by default.
     """

@@ -38,7 +38,8 @@ class Vocabulary:
     Attributes:
         tokens: Text of each token, by id.
         kinds: Kind of each token, by id.
-        named: Id of each special token that the file sets, by name. All names are keys of `NAMES`.
+        named: Id of each special token that the file defines, by name. The names are keys of
+            `NAMES`.
         ends: Ids of the tokens that end an answer.
     """
 

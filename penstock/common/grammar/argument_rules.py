@@ -92,7 +92,11 @@ class ArgumentRules:
         return self.rule(f"%json {json.dumps({**own, 'x-guidance': dict(SCHEMA_OPTIONS)})}")
 
     def string(self, terminal: str) -> str:
-        """Return the Lark expression for a string and for the end marker `notation.end`."""
+        """Return the Lark expression for a string that is followed by the text `notation.end`.
+
+        Args:
+            terminal: Lark expression for the string.
+        """
         notation = self.notation
         if notation.end_token:
             return f"{self.rule(terminal, is_terminal=True)} {notation.end_token}"
@@ -105,7 +109,8 @@ class ArgumentRules:
             members: for each member, its Lark expression and whether the member is required.
             separator: Lark expression between two members.
         """
-        # Both match the remaining members: `rest` after another member, `first` at the start.
+        # Both rules match the members that follow in the list. `rest` is used after another member
+        # and `first` if no member precedes.
         rest, first = "", ""
         for expansion, is_required in reversed(members):
             member = self.rule(expansion)
@@ -122,7 +127,7 @@ def object_members(schema: Any, path: str) -> Iterable[tuple[str, Any, bool]]:
     """Yield the name and the schema of each listed property, and whether the property is required.
 
     Raises:
-        UnsupportedSchemaError: a required property is not listed.
+        UnsupportedSchemaError: a required property is not listed, or a property allows no value.
     """
     listed = properties_of(schema)
     required = schema.get("required", ())
@@ -187,7 +192,7 @@ def check_key(key: str, allowed: re.Pattern[str], path: str) -> None:
 
 
 def _choice(expansions: Sequence[str]) -> str:
-    """Return the Lark expression that matches any of `expansions`. One of them may be empty."""
+    """Return the Lark expression that matches any of `expansions`. One expansion may be empty."""
     texts = [each.strip() for each in expansions if each.strip()]
     found = f"( {' | '.join(texts)} )"
     return found if len(texts) == len(expansions) else f"{found}?"

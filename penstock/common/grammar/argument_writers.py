@@ -28,13 +28,13 @@ PYTHON_ANY = """\
 {0}: /'([^'\\\\\\n]|\\\\.)*'/ | /"([^"\\\\\\n]|\\\\.)*"/ | /[A-Za-z0-9_.+-]+/ | {0}_list | {0}_dict
 {0}_list: "[" ( {0} ( /, ?/ {0} )* )? "]"
 {0}_dict: "{{" ( {0} /: ?/ {0} ( /, ?/ {0} /: ?/ {0} )* )? "}}\""""
-"""Rules for a value that is written in Python's syntax."""
+"""Rules for any value in Python's syntax. `{0}` stands for the name of the first rule."""
 
 
 def argument_rules(notation: ArgumentNotation, index: int, schema: Any) -> list[str]:
     """Return the grammar rules for the arguments of a function.
 
-    The first rule is `arguments_INDEX`. The others are the rules that it uses.
+    The start rule is `arguments_INDEX`. It uses the other rules.
 
     Args:
         notation: the notation of the model's tool calls.
@@ -83,10 +83,10 @@ def _write_tagged(rules: ArgumentRules) -> None:
 
 
 def _tagged_value(rules: ArgumentRules, key: str, schema: Any, path: str) -> str:
-    """Return the Lark expression for a parameter's value and for the tag after the value.
+    """Return the Lark expression for a parameter's value, followed by the end tag.
 
     A parameter that may only be a string or null is written as plain text. Other parameters are
-    written as JSON. The parser of tool calls distinguishes the two cases by the same types.
+    written as JSON. The parser of tool calls uses the same rule to distinguish text from JSON.
     """
     types = parameter_types(rules.schema, key)
     if "string" not in types or not types <= TEXT_OR_NULL:
@@ -98,7 +98,7 @@ def _tagged_value(rules: ArgumentRules, key: str, schema: Any, path: str) -> str
 
 
 def _json_text(rules: ArgumentRules, schema: Any) -> str:
-    """Return the Lark expression for a JSON value and for the tag after the value."""
+    """Return the Lark expression for a JSON value, followed by the end tag."""
     end = rules.notation.end_token or quoted(rules.notation.end)
     return f"{rules.json_value(schema)} {end}"
 
@@ -126,7 +126,10 @@ def _write_keywords(rules: ArgumentRules) -> None:
 
 
 def python_texts(schema: Any) -> list[str]:
-    """Return Lark expressions for the values whose Python literals differ from their JSON."""
+    """Return Lark expressions for Python literals of the values that `schema` allows.
+
+    Only values whose Python literal differs from their JSON text are included.
+    """
     if not isinstance(schema, dict):
         return []
     keys = schema.keys() - ANNOTATIONS
@@ -145,7 +148,7 @@ def python_texts(schema: Any) -> list[str]:
 def _differs(value: Any) -> bool:
     """Return whether the Python literal of a value differs from its JSON text.
 
-    The result is False for strings that cannot be written as a simple Python literal.
+    The result is False for strings whose Python literal would need escape sequences.
     """
     if isinstance(value, str):
         return SAFE_TEXT.fullmatch(value) is not None

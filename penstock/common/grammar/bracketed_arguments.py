@@ -29,7 +29,7 @@ ANY_KEY = "/[A-Za-z_][A-Za-z0-9_]{0,63}/"
 
 
 def write_bracketed(rules: ArgumentRules) -> None:
-    """Write the rule of the arguments, which are the members of an object in braces."""
+    """Add the rules for arguments that are written as an object in braces."""
     values = _Values(rules)
     if rules.schema is None:
         rules.define(rules.start, values.any_object())
@@ -107,7 +107,7 @@ class _Values:
         return f'{self._quote} {quoted(name)} {self._quote} ":"'
 
     def _others(self, schema: Any, path: str) -> list[str]:
-        """Return Lark expressions for all values of `schema` that are not strings."""
+        """Return Lark expressions for the values that `schema` allows, without strings."""
         if schema is False:
             return []
         if schema is True:
@@ -133,7 +133,10 @@ class _Values:
         return [self._typed(schema, each, path) for each in sorted(types)]
 
     def _check_siblings(self, schema: Mapping[str, Any], key: str, path: str, *others: str) -> None:
-        """Raise `UnsupportedSchemaError` if `schema` has keywords that `key` would override."""
+        """Raise `UnsupportedSchemaError` if `schema` has keywords besides `key` and `others`.
+
+        Keywords that do not restrict values are allowed.
+        """
         for other in schema:
             if other not in ANNOTATIONS and other not in (key, *others):
                 raise UnsupportedSchemaError(

@@ -45,7 +45,7 @@ class GrammarCache:
             return found
 
     def compile(self, wanted: StructuredOutputs) -> CompiledGrammar:
-        """Return the grammar of a constraint, after compiling it if it is not cached.
+        """Return the grammar of a constraint. If the grammar is not cached, compile it first.
 
         Raises:
             InvalidParameterError: the constraint is invalid, not supported or too large.

@@ -24,14 +24,14 @@ from penstock.common.value_text import value_text
 MAX_CHOICES = 4096
 
 NAMES: Mapping[str, str] = {"json": "JSON Schema", "tool_calls": "schema of strict tools"}
-"""Names of some kinds of constraints in error messages. Other kinds have their own names."""
+"""Names of kinds of constraints in error messages. Other kinds appear as in the request."""
 
 MALFORMED = (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError)
 """Exceptions that may occur if the keywords of a schema have values of wrong types."""
 
 
 def parser_limits() -> LLParserLimits:
-    """Return limits that bound a compilation to about 0.3 s, and a mask to about 20 ms."""
+    """Return limits with which a compilation takes at most about 0.3 s, and a mask about 20 ms."""
     return LLParserLimits(
         initial_lexer_fuel=250_000,
         max_lexer_states=50_000,
@@ -77,7 +77,7 @@ def refusal(wanted: StructuredOutputs, message: str) -> InvalidParameterError:
 def _quoted_path(wanted: StructuredOutputs, problem: str) -> str:
     """Return the path in the schema of the keyword that an error message quotes.
 
-    Return "" if the schema does not have the keyword.
+    Return "" if the schema does not contain this keyword.
     """
     if wanted.kind == "json":
         return first_path(wanted.text, problem)
@@ -135,10 +135,10 @@ def _structural_tag(text: str) -> str:
 
 
 def _tool_calls(text: str) -> str:
-    """Return the grammar for calls of strict functions.
+    """Return the grammar of an answer that may contain tool calls.
 
-    The result consists of the grammar that the router has written, and of rules for the
-    functions' arguments.
+    The result consists of the grammar that the router has written, and of rules for the arguments
+    of each function.
     """
     content = _parsed(text, (dict,), "a JSON object")
     given = content["notation"]

@@ -9,14 +9,15 @@ from penstock.common.text.tokenizer import ModelTokenizer
 class GrammarTokens:
     """The bytes of all tokens, and a tokenizer for text that a grammar forces.
 
-    llguidance reads the attributes of this object. If it read `tokenizer.json` itself, it would
-    take each added token of the form `<...>` for a control token, which no text can contain. Many
-    models (Qwen, DeepSeek, GLM) delimit tool calls and reasoning with such tokens.
+    llguidance reads the attributes of this object instead of `tokenizer.json`. From
+    `tokenizer.json`, it would treat each added token of the form `<...>` as a control token, and
+    text in a grammar cannot match control tokens. Many models (Qwen, DeepSeek, GLM) delimit tool
+    calls and reasoning with added tokens of this form.
 
     Args:
         tokenizer: the tokenizer of the model.
-        end_tokens: tokens that end an answer. No text contains them. In some GGUF files, the
-            tokenizer does not mark them as special.
+        end_tokens: tokens that end an answer. They are treated as control tokens, although the
+            tokenizer of some GGUF files does not mark them as special.
     """
 
     is_tokenizer_wrapper = True

@@ -1,4 +1,4 @@
-"""Grammars compiled for a vocabulary, and matchers that give the tokens that may come next."""
+"""Compiles grammars for a vocabulary, and computes which tokens may come next in an answer."""
 
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -23,12 +23,13 @@ SLICES = (
     *(f"{_CHARACTER}{{1,{most}}}" for most in (1, 2, 3, 4, 5, 6, 8, 10, 13, 20, 30)),
     f"{_CHARACTER}+",
 )
-"""Regular expressions for sets of tokens. llguidance checks a fully allowed set as a whole.
+"""Regular expressions. Each defines the set of tokens that match it.
 
-There are sets for several maximum lengths, because near the `maxLength` of a string only short
-tokens are allowed. Only the tokens outside of the largest allowed set are checked one by one.
-llguidance has the lengths 10 and 30 by default. The other lengths reduce the time of the slowest
-masks (docs/performance.md) and take 85 MB of memory for 200,000 tokens.
+If a grammar allows all tokens of a set, llguidance adds the whole set to the mask in one step. It
+checks only the tokens outside of the largest such set one by one. There are sets for several
+maximum lengths, because near the `maxLength` of a string only short tokens are allowed. llguidance
+has the lengths 10 and 30 by default. The other lengths reduce the time of the slowest masks
+(docs/performance.md) and take 85 MB of memory for 200,000 tokens.
 """
 
 
@@ -38,7 +39,7 @@ def num_words(vocab_size: int) -> int:
 
 
 class GrammarVocabulary:
-    """The tokens of a model as grammars see them: bytes, control tokens and end tokens.
+    """The tokens of a model in the form that grammars need: bytes, control tokens, end tokens.
 
     The constructor takes about half a second per 100,000 tokens.
 
@@ -145,7 +146,7 @@ class Matcher:
 def fill_masks(
     matchers: Sequence[Matcher], words: Words, executor: LLExecutor | None = None
 ) -> None:
-    """Compute a mask for each of several matchers. The GIL is released meanwhile.
+    """Compute a mask for each of several matchers. The computation releases the GIL.
 
     Args:
         matchers: M matchers.
@@ -168,6 +169,6 @@ def fill_masks(
                 address = first + index * row_bytes
                 matcher.inner.unsafe_compute_mask_ptr(address, matcher.num_words * 4)
     for index, matcher in enumerate(matchers):
-        # Computing the mask may itself break a matcher, if it exceeds a limit.
+        # The computation of a mask may have exceeded a limit. The matcher is then broken.
         if matcher.is_broken:
             words[index] = 0

@@ -26,7 +26,9 @@ KNOWN = ANNOTATIONS | COMBINED | STRINGS | NUMBERS | ARRAYS | OBJECTS
 """Keywords that are supported for values that are not written as JSON."""
 
 MAX_DEPTH = 32
-MAX_SCHEMAS = 1000  # limit per function, because references can repeat a schema exponentially often
+# Limit of the schemas that are read for one function. Without it, nested references could repeat a
+# schema exponentially often.
+MAX_SCHEMAS = 1000
 
 _DAY = (
     r"((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)"
@@ -43,7 +45,10 @@ FORMATS: Mapping[str, str] = {
     "uuid": r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}",
     "ipv4": rf"({_BYTE}\.){{3}}{_BYTE}",
 }
-"""Patterns of the formats that strings without quotes may have. All matches are valid."""
+"""Patterns of the formats that are supported for strings without quotes.
+
+Every match of a pattern is valid in its format.
+"""
 
 
 class RawStrings:
@@ -123,7 +128,10 @@ class RawStrings:
         return found
 
     def _own(self, schema: Mapping[str, Any], path: str) -> list[str]:
-        """Return the terminals of a schema's own keywords, without `$ref` and combined schemas."""
+        """Return the terminals for a schema's own keywords.
+
+        `$ref`, `anyOf`, `oneOf` and `allOf` are left out (see `_branches`).
+        """
         found = []
         for key in ("enum", "const"):
             if key in schema:

@@ -47,10 +47,7 @@ def _first_path(schema: Any, message: str) -> str:
 
 
 def _walk(path: str, schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the JSON pointer and the value of a schema and of all schemas below it.
-
-    The schema itself is the first.
-    """
+    """Yield a schema and all schemas below it, each as a pair of its JSON pointer and its value."""
     if not isinstance(schema, dict):
         return
     yield path, schema

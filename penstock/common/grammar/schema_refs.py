@@ -1,4 +1,4 @@
-"""Changes references in a JSON Schema that becomes a part of another document."""
+"""Changes the references in a JSON Schema so that the schema can be put into another document."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -28,10 +28,13 @@ def moved(schema: Any, base: str) -> Any:
 
 
 def part(root: Any, schema: Any) -> Any:
-    """Return `schema`, which is a part of `root`, as a schema that refers only to itself."""
+    """Return `schema`, a part of `root`, as a complete schema with valid references.
+
+    If `schema` has references, the result contains a copy of `root` to which they refer.
+    """
     base = "#/$defs/root"
     copy = moved(schema, base)
-    # No reference was changed, so `schema` has none.
+    # If `moved` has changed nothing, `schema` has no references.
     if copy == schema or not isinstance(copy, dict):
         return schema
     return {**copy, "$defs": {**copy.get("$defs", {}), "root": moved(root, base)}}

@@ -8,7 +8,7 @@ _LINE_ENDS = r"\n\r\u2028\u2029"
 
 
 def terminal(pattern: str) -> str:
-    """Convert the `pattern` of a JSON Schema to a Lark terminal for the strings that it allows.
+    """Convert the `pattern` of a JSON Schema to a Lark terminal that matches the same strings.
 
     Raises:
         ValueError: the pattern has look-around, a back reference, an inner anchor, or another
@@ -34,7 +34,10 @@ def terminal(pattern: str) -> str:
 
 
 def _converted(pattern: str) -> tuple[str, bool]:
-    """Convert a pattern without anchors. Also return whether it has a `|` outside parentheses."""
+    """Convert a pattern without anchors.
+
+    The second result is True if the pattern has a `|` outside of parentheses.
+    """
     found: list[str] = []
     depth, in_class, has_choice, at = 0, False, False, 0
     while at < len(pattern):

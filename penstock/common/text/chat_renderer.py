@@ -1,7 +1,7 @@
 """Renders conversations to prompts. Only the chat template can write control tokens into a prompt.
 
-A template is foreign code that may never end, so a renderer must run in a process that can be
-killed.
+A template is foreign code that may run forever. A renderer must therefore run in a process that can
+be killed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from penstock.common.text.template_messages import with_read_arguments
 
 
 class ChatRenderer:
-    """A compiled chat template, and the control tokens that messages must not contain.
+    """Renders conversations with one chat template, and hides control tokens in their messages.
 
     Raises:
         ValueError: the source is not a valid template. The message names the line.

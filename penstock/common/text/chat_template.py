@@ -79,7 +79,7 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         options: TemplateOptions = DEFAULT_OPTIONS,
     ) -> str:
-        """Return the prompt for a conversation, which the assistant's answer continues.
+        """Return the prompt for a conversation. The assistant's answer continues the prompt.
 
         Each message gets the form that the template reads (see `template_messages.with_form`).
 

@@ -1,7 +1,8 @@
-"""Finds the forms of messages that a chat template reads, in the template's syntax tree.
+"""Finds out from the syntax tree of a chat template which forms of messages the template reads.
 
-As in vLLM, a template reads lists if it has a loop over the content of a message, such as `{% for
-part in message['content'] %}`. The variable `message` must come from a loop over `messages`.
+As in vLLM, a template reads lists of content parts if it has a loop over the content of a message,
+such as `{% for part in message['content'] %}`. The variable `message` must come from a loop over
+`messages`.
 """
 
 from collections.abc import Iterator, Sequence

@@ -22,7 +22,8 @@ def continuing(tokenizer: Tokenizer) -> Tokenizer:
     for part in ("normalizer", "pre_tokenizer"):
         spec[part] = _without_prefix(spec[part])
     for token in spec["added_tokens"]:
-        # If these flags were set, a token would take the spaces around it or not be found in words.
+        # With the flags `lstrip` and `rstrip`, a token would include the spaces around it. With
+        # `single_word`, it would not be found inside words.
         token.update(lstrip=False, rstrip=False, single_word=False)
     found = Tokenizer.from_str(json.dumps(spec))
     found.encode_special_tokens = True

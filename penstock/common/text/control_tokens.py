@@ -2,9 +2,9 @@
 
 A chat template writes control tokens, such as the start of a turn, into the prompt. A message may
 contain the text of a control token. If the prompt were tokenized as a whole, the author of the
-message could thus write turns of another role. Such text is therefore replaced by placeholder
-characters before the template is rendered. Afterwards the text is put back and tokenized as
-ordinary text.
+message could thus write turns of another role. The text of a control token in a message is
+therefore replaced by a placeholder character before the template is rendered. Afterwards, the
+original text is put back and tokenized as ordinary text.
 """
 
 import re
@@ -34,8 +34,8 @@ class Masked:
     def segments(self, prompt: str, control: "ControlTokens") -> Iterator[Segment]:
         """Split a prompt that was rendered from `messages`, and put the original text back.
 
-        A plain segment extends to the template's control tokens on both sides. The text of a
-        message is thus tokenized in one piece.
+        Each plain segment begins and ends at a control token of the template, or at an end of the
+        prompt. The text of a message is thus tokenized in one piece.
         """
         pieces = re.split(f"([{''.join(self.placeholders)}])", prompt)
         plain: list[str] = []
@@ -69,7 +69,7 @@ class ControlTokens:
 
     def __init__(self, texts: Iterable[str]) -> None:
         longest_first = sorted(filter(None, texts), key=len, reverse=True)
-        # Without control tokens, the pattern matches nothing.
+        # If there are no control tokens, the pattern must match nothing.
         self.pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     def occur_in(self, value: object) -> bool:
@@ -81,7 +81,9 @@ class ControlTokens:
         return any(self.pattern.search(text) for text in _strings(value))
 
     def mask(self, messages: Sequence[Mapping[str, Any]]) -> Masked | None:
-        """Replace the control tokens in all strings of `messages`. Return None if there are none.
+        """Replace the control tokens in all strings of `messages`.
+
+        Return None if the strings contain no control tokens.
 
         Each control token is replaced by a character that occurs nowhere in `messages`.
         """

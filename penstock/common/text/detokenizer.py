@@ -25,8 +25,8 @@ class StopOptions:
         include_stop_str_in_output: whether the text contains the matched stop string or the stop
             token.
         skip_special_tokens: whether special tokens are left out of the text.
-        min_tokens: number of the token, counted from 1, at which the search for stop strings
-            begins.
+        min_tokens: the search for stop strings begins with this token of the answer, counted from
+            1.
         shown_tokens: special tokens that are never left out of the text.
     """
 
@@ -42,8 +42,8 @@ class TextDelta(NamedTuple):
 
     Attributes:
         text: text that continues the text which earlier calls returned.
-        num_tokens: number of the new tokens that belong to the answer. A stop string may end the
-            answer before the last of them.
+        num_tokens: number of the new tokens that belong to the answer. If a stop string has ended
+            the answer, later tokens are not counted.
         stop: the stop string that matched, or None.
     """
 
@@ -151,7 +151,10 @@ class IncrementalDetokenizer:
         return TextDelta(safe[:end], count, matched.stop)
 
     def _flush(self, matcher: StopMatcher, text: str, count: int) -> TextDelta:
-        """Return the held-back text at the end of the answer. A stop string may cut it short."""
+        """Return the text at the end of an answer: `text` and the text that was held back.
+
+        A stop string in the held-back text ends the answer earlier.
+        """
         last = self._match(matcher, self._utf8.decode(b"", True), count)
         return TextDelta(text + last.text + matcher.rest(), count, last.stop)
 

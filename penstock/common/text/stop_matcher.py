@@ -11,7 +11,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Matched:
-    """A stop string that was found at `[start, end)` of the held-back text plus the new text."""
+    """A stop string that was found, with its range `[start, end)` in the text.
+
+    Both offsets count from the start of the held-back text, which the new text follows.
+    """
 
     stop: str
     start: int
@@ -34,7 +37,10 @@ class Pattern:
         self._borders = _borders(text)
 
     def feed(self, text: str) -> int | None:
-        """Advance over `text`. Return the offset in `text` at which a match ends, or None."""
+        """Advance the automaton over `text`.
+
+        Return the offset in `text` at which the first match ends, or None if there is no match.
+        """
         pattern, borders, held = self.text, self._borders, self.held
         for offset, char in enumerate(text):
             while held and pattern[held] != char:

@@ -37,8 +37,8 @@ class Arguments(dict[str, Any]):
 def with_read_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a message in which the arguments of tool calls are mappings instead of JSON texts.
 
-    Arguments that are not a JSON object stay a text, for example those of an interrupted answer. An
-    empty text becomes an empty mapping.
+    Arguments whose text is not a JSON object remain a text, for example the arguments in an
+    interrupted answer. An empty text becomes an empty mapping.
 
     Call this before control tokens in the message are replaced, because a JSON text may contain a
     control token as escape sequences.

@@ -119,9 +119,10 @@ def _step(decoder: dict[str, Any]) -> Step:
 
 
 class _WholeTexts(dict[int, str | None]):
-    """The text of each token that is valid UTF-8 by itself, and None for other tokens.
+    """Maps each token to its text, or to None if its bytes alone are not valid UTF-8.
 
-    The class is a dict that computes missing texts, because a lookup takes less time than a call.
+    The class is a dict that computes missing texts, because a lookup in a dict takes less time than
+    a function call.
 
     Args:
         bytes_of: returns the bytes of a token.
@@ -185,8 +186,8 @@ class TokenBytes:
     ) -> list[bytes]:
         """Return the bytes of each token that has text, as input of `join`.
 
-        A long sequence may be passed in several calls. Set `is_start` to False once a call has
-        returned a piece.
+        A long sequence may be passed in several calls. Once a call has returned at least one piece,
+        pass False for `is_start` in the later calls.
         """
         shown = [token for token in tokens if not (skip_special_tokens and token in self.special)]
         shown = [token for token in shown if self._tokenizer.id_to_token(token) is not None]

@@ -83,8 +83,8 @@ class ModelTokenizer:
     def has_control_tokens(self, value: object) -> bool:
         """Return whether a string of `value` contains the text of a control token.
 
-        When such a text is encoded for the first time, a second tokenizer is created. This is
-        slow.
+        Encoding such a text as ordinary text needs a second tokenizer, which is created at the
+        first use. The creation is slow.
 
         Args:
             value: a string, or nested lists and mappings of strings.
@@ -104,11 +104,11 @@ class ModelTokenizer:
         return tokens
 
     def _plain_tokenizer(self) -> Tokenizer:
-        """Return the tokenizer that reads no control tokens."""
+        """Return the tokenizer that encodes the text of control tokens as ordinary text."""
         if self._plain is None:
             plain = Tokenizer.from_str(self.tokenizer.to_str())
             plain.encode_special_tokens = True
-            # Assign the attribute last, because other threads may use the tokenizer at once.
+            # Assign the attribute last, because other threads may use it as soon as it is set.
             self._plain = plain
         return self._plain
 
