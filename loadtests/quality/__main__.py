@@ -40,7 +40,7 @@ from penstock.loadtests.quality.statistics import Results, compare
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """A form of the weights, the function that makes it, and its goal."""
+    """A form of the weights or of the KV cache, the function that makes it, and its goal."""
 
     about: str
     goal: float | None  # maximum loss of exact match in percentage points, or None
@@ -48,6 +48,7 @@ class Form:
     write: Callable[[Source, Path], Path] | None = (
         None  # function that writes the checkpoint; None means the float checkpoint
     )
+    kv_cache_dtype: str = "float32"
 
 
 FORMS = {
@@ -63,6 +64,8 @@ FORMS = {
     "W8A16": Form("INT8 weights, float activations", 1.0, write=write_w8a16),
     "MXFP4": Form("blocks of 32", None, write=write_mxfp4),
     "NVFP4": Form("blocks of 16", None, write=write_nvfp4),
+    "KV int8": Form("`--kv-cache-dtype int8`", None, kv_cache_dtype="int8"),
+    "KV fp8": Form("`--kv-cache-dtype fp8`", None, kv_cache_dtype="fp8"),
 }
 
 
@@ -90,19 +93,20 @@ def main(arguments: list[str] | None = None) -> None:
     source = Source.of(folder, inputs)
     found: dict[str, Results] = {}
     with tempfile.TemporaryDirectory(prefix="penstock-quality-") as scratch:
-        reference = results_of(folder, "none", tokenizer, questions)
+        reference = results_of(folder, "none", "float32", tokenizer, questions)
         print(f"float32: {reference.exact_match:.2f} % of {len(questions)} questions", flush=True)
         for name in names:
             form = FORMS[name]
             made = folder if form.write is None else form.write(source, Path(scratch) / name)
-            found[name] = results_of(made, form.quantization, tokenizer, questions)
+            dtype = form.kv_cache_dtype
+            found[name] = results_of(made, form.quantization, dtype, tokenizer, questions)
             print(f"{name}: {found[name].exact_match:.2f} %", file=sys.stderr, flush=True)
             if options.save_json:  # after each form: an interrupted run keeps its results
                 _save(Path(options.save_json), options, found, reference)
     print(quality_table(found, reference))
     errors = product_errors()
     print("\n| form | error of the product | share of the form's bound |\n| --- | --: | --: |")
-    for name in names:
+    for name in [name for name in names if name in errors]:
         each = errors[name]
         print(f"| {name} | {100 * each.relative:.2f} % | {each.of_bound:.2f} |")
 

@@ -65,15 +65,16 @@ def _question(
 
 
 def results_of(
-    folder: Path, quantization: str, tokenizer: Any, questions: Sequence[Question]
+    folder: Path,
+    quantization: str,
+    kv_cache_dtype: str,
+    tokenizer: Any,
+    questions: Sequence[Question],
 ) -> Results:
-    """Return a model's results.
-
-    The KV cache is float32, so that models differ only in their weights.
-    """
+    """Return a model's results with a format of its weights and of its KV cache."""
     engine = Engine(
         WorkerConfig(
-            "quality", folder, quantization=quantization, kv_cache_dtype="float32",
+            "quality", folder, quantization=quantization, kv_cache_dtype=kv_cache_dtype,
             max_queued=len(questions), kv_cache_mib=256, threads=1,
         )
     )  # fmt: skip
