@@ -189,7 +189,10 @@ async def _warm_up(
 
 @contextmanager
 def _progress(count: int) -> Iterator[Any]:
-    """Show a progress bar if stderr is a terminal. Yields a function to call with each outcome."""
+    """Show a progress bar if stderr is a terminal.
+
+    Yields a function that the load calls with the outcome of each finished request.
+    """
     console = Console(stderr=True)
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[failed]}"))
     with Progress(

@@ -49,7 +49,10 @@ def read_flags(
 
 
 def _value(default: Any, given: Any) -> Any:
-    """Return the value of a field. The list of a repeated flag is converted to a tuple."""
+    """Return the value of a field: `given`, or `default` if a flag that may repeat is missing.
+
+    The list of values of a flag that may repeat is converted to a tuple.
+    """
     if not isinstance(default, tuple):
         return given
     return default if given is None else tuple(given)

@@ -13,7 +13,7 @@ from penstock.loadtests.bench.workload import Planned, Prompts
 
 @dataclass(slots=True)
 class Load:
-    """A load to run. After `run`, it contains the results."""
+    """A load to run. The results are in `outcomes`, `duration` and `interrupted` after `run`."""
 
     client: Client
     prompts: Prompts

@@ -59,7 +59,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Mean, deviation and percentiles in milliseconds. All are 0 without samples."""
+    """Mean, standard deviation and percentiles in milliseconds. All are 0 without samples."""
 
     mean: float
     median: float

@@ -25,8 +25,8 @@ class BadAnswer(Exception):
 class Progress:
     """The part of an answer that was received so far. Builds the request for the rest.
 
-    If the request does not contain the prompt's token ids, they are requested with the first reply,
-    so that a resumed request has exactly the same prompt.
+    If the request does not contain the prompt's token ids, the request asks the router to send the
+    token ids with the first reply. A resumed request then has exactly the same prompt.
     """
 
     def __init__(self, request: pb.GenerateRequest) -> None:
@@ -34,7 +34,7 @@ class Progress:
         num_choices = sampling.n or 1
         self.tokens: list[list[int]] = [[] for _ in range(num_choices)]
         self.finishes = [""] * num_choices
-        # Finish reasons of the choices in the caller's `resume_from`.
+        # Finish reason of each choice in the caller's `resume_from`; "" if the choice has none.
         self._past = [""] * num_choices
         for known in request.resume_from:
             self.tokens[known.choice] = list(known.tokens)
@@ -85,7 +85,7 @@ class Progress:
         rest.CopyFrom(self._request)
         if not self._has_begun or self._comes_whole:
             return rest
-        # The prompt logprobs have already arrived with the first token.
+        # Do not request the prompt logprobs again, because they arrived with the first token.
         rest.sampling.ClearField("prompt_logprobs")
         del rest.resume_from[:]
         for choice, tokens in enumerate(self.tokens):

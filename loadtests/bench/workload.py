@@ -35,7 +35,7 @@ class Planned:
     input_len: int  # number of prompt tokens
     output_len: int  # number of answer tokens
     blocks: tuple[int, ...] = ()  # ids of the prompt's blocks; empty if the trace has none
-    prefix: Prefix | None = None  # shared prefix, which is part of `input_len`
+    prefix: Prefix | None = None  # shared prefix, whose tokens `input_len` includes
     text: str = ""  # prompt from a dataset, for which `input_len` is an estimate
 
 
@@ -121,7 +121,7 @@ def drawn_load(
 
 
 def with_prefixes(plan: Sequence[Planned], num_tokens: int, count: int) -> list[Planned]:
-    """Prepend a prefix of `num_tokens` tokens to each prompt, cycling through `count` prefixes."""
+    """Prepend one of `count` shared prefixes of `num_tokens` tokens to each prompt, in turn."""
     return [
         replace(
             planned,
@@ -198,8 +198,8 @@ class Prompts:
     def _block(self, block: int) -> npt.NDArray[np.int64]:
         """Return the token ids [TRACE_BLOCK] of a block: its id in digits, then random tokens.
 
-        The digits (lowest first, in base `len(vocabulary)`) make blocks with different ids
-        different.
+        The digits are those of the id in base `len(vocabulary)`, lowest first. They ensure that
+        blocks with different ids differ.
         """
         tokens = self._draw(_BLOCKS, block, TRACE_BLOCK)
         for position in range(self._num_digits):

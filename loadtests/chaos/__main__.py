@@ -42,7 +42,7 @@ from penstock.loadtests.chaos.faults import plan_faults
 from penstock.loadtests.chaos.outcome import by_kind, by_moment, effects_of, errors_of, table
 from penstock.loadtests.chaos.request_mix import make_requests
 
-# Time limit for all workers to serve again, and then for all blocks to be released.
+# Time limit of two waits: until all workers serve again, and then until all blocks are released.
 REST_SECONDS = 120.0
 BEST = 20  # number of top log probabilities that a near-tie check requests
 
@@ -97,7 +97,8 @@ class Served:
             models={
                 self.folder.name: ModelSpec(
                     deterministic=self.deterministic,
-                    # The template of the bundled model does not show the parser.
+                    # The server cannot derive the parser from the chat template of the bundled
+                    # model.
                     tool_call_parser="hermes",
                 )
             },
@@ -169,7 +170,10 @@ class ChaosRun:
         return any(down > began - 5.0 for down in self._faults.router_down)
 
     async def _until_rest(self) -> list[str]:
-        """Wait until all workers serve and hold no requests or blocks; return the problems."""
+        """Wait until all workers serve and hold no requests or blocks.
+
+        Returns the problems that remain at the time limit, or [].
+        """
         if not await self._cluster.wait_until_complete(REST_SECONDS):
             return [f"not all workers served again within {REST_SECONDS:g} s"]
         deadline = time.monotonic() + REST_SECONDS

@@ -12,12 +12,12 @@ from penstock.loadtests.chaos.request_mix import SCHEMA, TOOL_CHOICES, ChaosRequ
 from penstock.protos import inference_pb2 as pb
 
 Scores = tuple[float, int, tuple[tuple[int, float], ...]]
-"""The chosen token's log probability, its rank, and the top tokens with their log probabilities."""
+"""Log probability and rank of the chosen token, and the top tokens with their log probabilities."""
 
 ROUNDING = 1e-3
 """Largest accepted difference of one token's log probability between two runs.
 
-The batches of the two runs may differ.
+A difference is possible because the batches of the two runs may differ.
 """
 
 
@@ -121,7 +121,7 @@ class Stream:
 
     @property
     def num_complete_forms(self) -> int:
-        """Number of choices of a constrained answer that are complete, not cut off."""
+        """Number of complete choices of a constrained answer; 0 without a constraint."""
         complete = [choice for choice in self.choices.values() if choice.finish in COMPLETE]
         return len(complete) if self.request.is_constrained else 0
 
@@ -132,7 +132,10 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """First difference between an answer and its reference. The two tokens may nearly tie."""
+    """First position at which the tokens of an answer and its reference differ.
+
+    The test accepts the difference if the scores of the two tokens nearly tie.
+    """
 
     request: ChaosRequest
     choice: int
@@ -201,7 +204,10 @@ def _without_ids(choice: Choice) -> Sequence[tuple[int, str, str]]:
 
 
 def form_errors(request: ChaosRequest, choice: Choice) -> Iterator[str]:
-    """Yield a message for each violation of the constraint; none if the choice was cut off."""
+    """Yield a message for each violation of the request's constraint.
+
+    Yields nothing if the choice was cut off.
+    """
     if choice.finish not in COMPLETE:
         return
     if "regex" in request.sampling:

@@ -1,4 +1,4 @@
-"""Provides a checkpoint whose chat template reads tools, so that a server accepts tools."""
+"""Provides a checkpoint whose chat template uses `tools`, so that a server accepts tools."""
 
 import tempfile
 from collections.abc import Iterator
@@ -8,12 +8,12 @@ from pathlib import Path
 from penstock.common.text.tokenizer import ModelTokenizer
 
 NAMES = "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}"
-"""Start of the template: the names of the tools. The rest is the model's own template."""
+"""Text that is inserted before the model's own chat template; it renders the names of the tools."""
 
 
 @contextmanager
 def reading_tools(folder: Path) -> Iterator[Path]:
-    """Yield a checkpoint whose chat template reads tools: `folder` itself, or a copy of it.
+    """Yield a checkpoint whose chat template uses `tools`: `folder` itself, or a copy of it.
 
     The copy has another template, and links to all other files. A checkpoint that is not a folder
     or has no template is yielded unchanged.

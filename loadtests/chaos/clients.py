@@ -158,7 +158,9 @@ class Clients:
     async def scores(
         self, request: ChaosRequest, choice: int, position: int, count: int
     ) -> Scores | None:
-        """Return the log probabilities at one position of an answer to the request.
+        """Send the request again, and return the log probabilities at one position of its answer.
+
+        Returns None if the new answer does not have this position.
 
         Args:
             count: number of top tokens to include.

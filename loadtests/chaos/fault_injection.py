@@ -1,7 +1,7 @@
 """Injects faults into processes of this user on this machine: signals and broken connections.
 
 A connection is broken through a duplicate of the process's own socket (`pidfd_getfd`, Linux).
-`shutdown` on the duplicate closes the connection for both sides at once.
+`shutdown` on the duplicate immediately closes the connection for both sides.
 """
 
 import ctypes

@@ -14,7 +14,8 @@ from penstock.router.observability.snapshot import WorkerState
 
 MOMENT_SECONDS = 4.0  # seconds of waiting after which a busy worker is accepted in any situation
 REDUNDANCY_SECONDS = 60.0  # seconds of waiting after which an idle worker is accepted too
-# Seconds after which a fault is skipped if no attempt took effect, e.g. no connection to cut.
+# Seconds after which a fault is skipped if no attempt took effect, for example because no worker
+# has a connection to cut.
 SEARCH_SECONDS = 20.0
 AFTER_SECONDS = 0.25  # seconds between the previous fault and an "at once" fault
 BACK_SECONDS = 3.0  # seconds for which a worker counts as "back" after it became ready
@@ -62,11 +63,13 @@ class FaultRunner:
         self._cluster = cluster
         self._pause = pause
         self._print_line = print_line
-        self._stopped: dict[str, float] = {}  # for each stopped worker, the time of the fault
+        # For each worker that was killed or stopped, the time of the fault. The entry is removed
+        # when the worker continues or is replaced.
+        self._stopped: dict[str, float] = {}
         self._resuming: set[asyncio.Task[None]] = set()
 
     async def run(self, plan: Sequence[Fault], seconds: float) -> None:
-        """Inject the faults for `seconds`; no fault starts later. Raises ClusterFailed."""
+        """Inject the faults one by one; stop after `seconds`. Raises ClusterFailed."""
         deadline = time.monotonic() + seconds
         for fault in plan:
             if time.monotonic() > deadline:

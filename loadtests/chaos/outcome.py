@@ -21,7 +21,8 @@ NOTICED_SECONDS = {"freeze": 10.0}
 """Time until the router stops using a faulty worker, by kind of fault; default 1 s."""
 
 TRAVEL_SECONDS = 0.25
-"""For this long after its placement, a request is assumed to need the source of its blocks."""
+"""Seconds after its placement in which a request is assumed to need the sender of its blocks.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class FaultEffect:
 
     injected: InjectedFault
     streams: list[Stream] = field(default_factory=list)  # streams that needed the faulty process
-    # seconds from the fault to the next token of each stream
+    # Seconds from the fault to the first token computed after it, for each stream that recovered.
     recoveries: list[float] = field(default_factory=list)
 
 
@@ -66,7 +67,7 @@ class PlacementHistory:
         return last.worker == worker or (last.source == worker and at - last.at < TRAVEL_SECONDS)
 
     def took(self, request: str, worker: str, since: float, until: float) -> bool:
-        """Return whether the request was placed on the worker in [since, until)."""
+        """Return whether the router placed the request on the worker within [since, until)."""
         return any(one.worker == worker and since <= one.at < until for one in self._of[request])
 
     def events(self, request: str) -> list[tuple[float, str]]:

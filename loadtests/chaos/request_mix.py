@@ -32,7 +32,7 @@ SCHEMA: Mapping[str, Any] = {
     "required": ["kind", "stations"],
     "additionalProperties": False,
 }
-"""Form of constrained answers and of the arguments of tool calls: often about 150 tokens long."""
+"""JSON Schema of constrained answers and of tool arguments, which often have about 150 tokens."""
 
 PATTERN = "([a-z]{2,9} ){20,40}[a-z]+[.]"
 _TOOL = {"name": "send", "description": "Sends a letter.", "parameters": SCHEMA}

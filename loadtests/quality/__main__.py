@@ -1,10 +1,11 @@
 """Compares the answers of quantized forms of the bundled model with those of float32.
 
 `python -m penstock.loadtests.quality` must run in the source tree, because it uses the questions of
-`training`. It makes a checkpoint of each form, and answers all held-out questions greedily in
-Penstock's engine. It prints two tables in Markdown. The first has exact match and perplexity of
-each form, compared with float32 on the same questions, with 95 % intervals (bootstrap over
-questions). The second has the error of a large matmul (see `features`).
+`training`. The command makes a checkpoint of each quantized form. Penstock's engine then answers
+all held-out questions greedily with each checkpoint. The command prints two tables in Markdown. The
+first has exact match and perplexity of each form, compared with float32 on the same questions, with
+95 % intervals (bootstrap over questions). The second has each form's error of a large matmul (see
+`features`).
 """
 
 import json
@@ -40,13 +41,13 @@ from penstock.loadtests.quality.statistics import Results, compare
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """A form of the weights or of the KV cache, the function that makes it, and its goal."""
+    """A quantized form of the weights or of the KV cache, the way to get it, and its goal."""
 
     about: str
     goal: float | None  # maximum loss of exact match in percentage points, or None
     quantization: str = "none"  # value of the option `--quantization`
     write: Callable[[Source, Path], Path] | None = (
-        None  # function that writes the checkpoint; None means the float checkpoint
+        None  # writes the quantized checkpoint; None to load the float checkpoint
     )
     kv_cache_dtype: str = "float32"
 

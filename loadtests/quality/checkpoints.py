@@ -31,19 +31,20 @@ WEIGHTS = "model.safetensors"
 Tensors = dict[str, Tensor]
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Column, among eight, that AWQ stores in the i-th lowest four bits of a word."""
+"""AWQ stores the code of column `AWQ_ORDER[i]`, of eight columns, in bits 4 i to 4 i + 3 of a word.
+"""
 
 AWQ_STEPS = 20
-"""Exponents that AWQ tries for the scales of the inputs."""
+"""Number of exponents that AWQ tries. An input's scale is its mean magnitude to such a power."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A float checkpoint, with the statistics of its layers' inputs."""
+    """A float checkpoint, with statistics of the inputs of its linear layers."""
 
     folder: Path
     tensors: Tensors
-    inputs: Mapping[str, Inputs]  # by module
+    inputs: Mapping[str, Inputs]  # by the name of the linear layer
 
     @staticmethod
     def of(folder: Path, inputs: Mapping[str, Inputs]) -> "Source":
@@ -106,7 +107,11 @@ def write_awq(source: Source, folder: Path) -> Path:
 
 
 def _awq_pairs(source: Source) -> list[tuple[str, list[str]]]:
-    """Return pairs: a module that absorbs the scales, and the modules with scaled inputs."""
+    """Return pairs of a module and the linear layers that read its output.
+
+    AWQ divides the module's weight by the factors of the layers' inputs, and multiplies the weights
+    of the layers by these factors. The result of the model does not change.
+    """
     layers = sorted({module.rsplit(".", 2)[0] for module in source.inputs})
     pairs = []
     for layer in layers:
@@ -119,7 +124,7 @@ def _awq_pairs(source: Source) -> list[tuple[str, list[str]]]:
 
 
 def _awq_factors(weights: list[Tensor], inputs: Inputs) -> Tensor:
-    """Return the input factors [K] with which rounding changes the outputs least."""
+    """Return the factors [K] of the inputs for which rounding changes the layers' outputs least."""
     magnitudes, whole = inputs.magnitudes.clamp_min(1e-4), torch.cat(weights)
     best, found = torch.inf, torch.ones_like(magnitudes)
     for step in range(AWQ_STEPS):
@@ -220,9 +225,9 @@ def _pairs(codes: Tensor) -> Tensor:
 
 
 def k_quant_writer(round_matrix: Callable[[Tensor], Rounded]) -> Callable[[Source, Path], Path]:
-    """Return a writer of a float checkpoint with the weights of a dequantized GGUF file.
+    """Return a function that writes a float checkpoint with the weights of a dequantized GGUF file.
 
-    The embeddings, which are also the head, get Q6_K, as in files of llama.cpp.
+    The embeddings are rounded to Q6_K, as in files of llama.cpp. The LM head shares them.
     """
 
     def write(source: Source, folder: Path) -> Path:
@@ -241,7 +246,7 @@ write_q4_k, write_q6_k = k_quant_writer(q4_k), k_quant_writer(q6_k)
 
 
 def _words(codes: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
-    """Pack eight 4-bit codes of the last dimension into each word of 32 bits."""
+    """Pack every eight 4-bit codes of the last dimension into one word of 32 bits."""
     each = codes.to(torch.int64).reshape(len(codes), -1, 8)
     words = torch.zeros(each.shape[:2], dtype=torch.int64)
     for position, column in enumerate(order):

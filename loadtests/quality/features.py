@@ -1,14 +1,14 @@
 """Error of a large matmul for each form, on random weights and random features.
 
-The longest matmul of a model of 2.9 million parameters has 512 inputs. Real models have thousands
-of inputs, some of them outliers. The weights are samples of Student's t distribution with 5 degrees
-of freedom. The features are those of a random layer with ReLU: normal inputs are multiplied by a
-random matrix of low rank. Some features are ten times as large as the others.
+The bundled model, with 2.9 million parameters, has matmuls of at most 512 inputs. Real models have
+thousands of inputs, some of them outliers. The weights are samples of Student's t distribution with
+5 degrees of freedom. The features are those of a random layer with ReLU: normal inputs are
+multiplied by a random matrix of low rank. Some features are ten times as large as the others.
 
 Each weight lies within half a step of its quantization level. If the errors were independent and
 uniform, the output's error would have the standard deviation sqrt(sum of x² h² / 3), with half
-steps h. `bound` is the root mean square of these deviations. Calibration helps if it makes the
-error a smaller fraction of the bound than plain rounding does.
+steps h. The root mean square of these deviations over all outputs is the `bound` of the form.
+Calibration helps if it makes the error a smaller fraction of the bound than plain rounding does.
 """
 
 from collections.abc import Callable
@@ -40,7 +40,7 @@ class ProductError:
 
     Attributes:
         relative: the error divided by the root mean square of the outputs.
-        of_bound: the error divided by `bound` of the form.
+        of_bound: the error divided by the form's `bound` (see the module docstring).
     """
 
     relative: float
@@ -61,7 +61,7 @@ def online(form: WeightForm) -> Callable[[Tensor, Tensor], Rounded]:
         matrix = quantize_weight(weight, form)
         found = matrix.dequantize()
         half = matrix.scales[:, matrix.groups.long()] / 2
-        if form == "fp8":  # the mantissa of FP8 (e4m3) has three bits
+        if form == "fp8":  # a step of FP8 (e4m3) is 1/8 of the power of two below the weight
             half = torch.maximum(found.abs().log2().floor().exp2() * 2**-4, half * 2**-9)
         return Rounded(found, half, matrix.codes, matrix.scales, matrix.zeros)
 
@@ -81,7 +81,10 @@ FORMS: dict[str, Callable[[Tensor, Tensor], Rounded]] = {
     "MXFP4": lambda weight, hessian: mxfp4(weight),
     "NVFP4": lambda weight, hessian: nvfp4(weight),
 }
-"""Quantization of weights [N, K], given the mean of x xᵀ. AWQ is without its scales of inputs."""
+"""Functions that quantize weights [N, K], given the mean of x xᵀ [K, K], by name of the form.
+
+The function of AWQ only clips the ranges; it does not scale the inputs.
+"""
 
 
 def product_errors(seed: int = 0) -> dict[str, ProductError]:

@@ -19,10 +19,10 @@ GROUP = 128
 NF4_BLOCK, MXFP4_BLOCK, NVFP4_BLOCK = 64, 32, 16
 
 DAMPING = 0.01
-"""Share of the mean of the Hessian's diagonal that GPTQ adds to the diagonal."""
+"""GPTQ adds this fraction of the diagonal's mean to every element of the Hessian's diagonal."""
 
 CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
-"""Shares of a group's range that AWQ tries."""
+"""Fractions of a group's range to which AWQ tries to clip the group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,10 @@ class Rounded:
 
 
 def group_levels(part: Tensor, fraction: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Return float16 scales and zero points [N] of 16 levels for `fraction` of each row's range."""
+    """Return scales and zero points [N] of 16 levels that cover `fraction` of each row's range.
+
+    The scales are rounded to float16.
+    """
     low, high = part.amin(1).clamp_max(0) * fraction, part.amax(1).clamp_min(0) * fraction
     scales = ((high - low) / 15).clamp_min(1e-6).half().to(part.dtype)
     return scales, (-low / scales).round().clamp(0, 15)
@@ -56,9 +59,9 @@ def to_levels(values: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
 
 
 def gptq(weight: Tensor, hessian: Tensor) -> Rounded:
-    """Quantize one column after the other (GPTQ).
+    """Quantize one column after the other, with the method GPTQ.
 
-    Later columns compensate the errors of earlier ones.
+    The rounding error of a column is compensated by changes to the later columns.
     """
     work, hessian = weight.double(), hessian.double().clone()
     size = work.shape[1]

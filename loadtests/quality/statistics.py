@@ -41,7 +41,8 @@ class Results:
 def compare(found: Results, reference: Results, seed: int = 0) -> tuple[Interval, Interval]:
     """Return the difference in exact match (points) and the ratio of perplexities.
 
-    The bootstrap resamples questions. Both models' results of a question stay together.
+    The bootstrap resamples questions. For each question that a resample contains, it contains the
+    results of both models.
     """
     assert np.array_equal(found.tokens, reference.tokens)
     gains, excess = found.right - reference.right, found.losses - reference.losses

@@ -10,12 +10,17 @@ from dataclasses import dataclass, field
 
 MAX_STEPS = 24
 MIN_RATIO = 1 / 64
-"""The search ends without a result below this ratio to the first rate."""
+"""The search ends without a result if the rate falls below this fraction of the first rate.
+"""
 
 
 @dataclass(slots=True)
 class RateSearch:
-    """A search. Call `next_rate`, measure a step at that rate, and call `record`."""
+    """A search for the highest sustained rate.
+
+    Usage: call `next_rate`, measure a step at the returned rate, call `record`, and repeat this
+    until `next_rate` returns None.
+    """
 
     first: float  # first rate, in requests per second
     precision: float = 1.1

@@ -18,10 +18,17 @@ MIN_REQUESTS = 20
 """A step has at least this many requests, even if they take longer than the step's seconds."""
 
 MAX_LAG_MS = 100.0
-"""The search ends if this client sends 1% of a step's requests with a delay above this."""
+"""Limit of the 99th percentile of the delays with which this client sends a step's requests.
+
+The sweep ends if a step that keeps the goals exceeds the limit, because the client is then too slow
+for the rate.
+"""
 
 Progress = Callable[[int], AbstractContextManager[Callable[[Outcome], None]]]
-"""Shows the progress of a number of requests; yields the callback for each finished request."""
+"""Returns a context manager that shows the progress of a step with the given number of requests.
+
+The context manager yields the function to call with the outcome of each finished request.
+"""
 
 
 @dataclass(slots=True)

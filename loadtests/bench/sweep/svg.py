@@ -22,7 +22,7 @@ class Panel:
     title: str
     lines: dict[str, list[float]]  # values of each line by step; the key is the name of the line
     goal: float | None = None
-    diagonal: bool = False  # whether to draw the line where the value equals the offered rate
+    diagonal: bool = False  # whether to draw the line on which the value equals the offered rate
 
 
 def draw(steps: Sequence[Step], knee: Step | None, goals: Goals, title: str) -> str:
@@ -45,7 +45,7 @@ def draw(steps: Sequence[Step], knee: Step | None, goals: Goals, title: str) -> 
 
 
 def nice_ticks(most: float, count: int = 5) -> list[float]:
-    """Return round, evenly spaced numbers from 0 to `most` or just above."""
+    """Return the ticks of an axis: evenly spaced round numbers from 0 to `most` or just above."""
     if most <= 0:
         return [0.0, 1.0]
     rough = most / count
