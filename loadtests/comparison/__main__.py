@@ -1,8 +1,8 @@
 """Compares Penstock's engine and cluster with other engines on this machine.
 
 `python -m penstock.loadtests.comparison` installs the other engines once, each in its own virtual
-environment. It then creates the model, runs the same work on each engine in turn, and writes a
-report as JSON and HTML.
+environment. The command then creates the model, runs the same work on each engine in turn, and
+writes a report as JSON and HTML.
 """
 
 import dataclasses

@@ -114,7 +114,7 @@ def _make(model: str, folder: Path, cache: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Numbers of weights and attention FLOPs that a model needs on any engine.
+    """Numbers of weights and of attention FLOPs that a model needs, whatever the engine.
 
     Only the weights that a token uses are counted: in an MoE layer, those of the active experts.
     """

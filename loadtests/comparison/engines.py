@@ -6,7 +6,10 @@ TORCH = "torch==2.13.0"
 TRANSFORMERS = (TORCH, "transformers==5.23.0", "accelerate==1.12.0")
 OPENVINO = (TORCH, "openvino-genai==2026.4.1.0", "optimum-intel[openvino]==2.2.0")
 VISION = ("torchvision", "torchaudio", "torchcodec")
-"""Dependencies of some engines that do not match the installed torch and fail on import."""
+"""Packages that some engines depend on, but that are uninstalled.
+
+They do not match the installed torch and fail on import.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +40,7 @@ INT4 = WeightForm("int4", 0.5, has_int8_products=True)
 F16 = WeightForm("f16", 2.0)
 """float16 weights, which all engines of this form read from the same GGUF file."""
 AS_IN_FILE = WeightForm("file")
-"""The weights of a given GGUF file. `gguf_agreement` uses this form; it measures no speed."""
+"""The weights of a given GGUF file. Only `gguf_agreement`, which measures no speed, uses this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +65,7 @@ class Engine:
 
     @property
     def reference(self) -> str:
-        """Name of the engine that must generate the same tokens, or "" if there is none."""
+        """Name of the engine whose tokens this engine must generate too, or "" if there is none."""
         return {FP32: "transformers", F16: "llama.cpp-f16"}.get(self.form, "")
 
 

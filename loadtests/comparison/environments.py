@@ -78,7 +78,8 @@ def _install(environment: Environment, folder: Path, python: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     venv.create(folder, with_pip=True, symlinks=True)
     variables = {**os.environ, **environment.build, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-    # pip caches wheels by name and version. A cached wheel may be built with other variables.
+    # pip caches wheels by name and version only. Do not use the cache if the build has variables,
+    # because a cached wheel may have been built with other variables.
     kept = ["--no-cache-dir"] if environment.build else []
     pip = [str(python), "-m", "pip", "--no-input"]
     _run(environment, [*pip, "install", *kept, "--quiet", *environment.requirements], variables)

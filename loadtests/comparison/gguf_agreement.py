@@ -138,7 +138,7 @@ def _report_ids(ours: Sequence[list[int]], theirs: Sequence[list[int]]) -> int:
 
 
 def prompts_of(ids: Iterable[int], options: Options) -> list[list[int]]:
-    """Split the token ids `ids` into prompts of equal length. Return at least one prompt."""
+    """Split the token ids `ids` into prompts of equal length; return one or more prompts."""
     sequence, length = list(ids), options.prompt_len
     starts = range(0, max(1, len(sequence) - length + 1), length)
     return [sequence[start : start + length] for start in starts][: options.prompts]

@@ -113,7 +113,7 @@ class EngineProcess:
             return []
 
     def close(self, at_once: bool = False) -> None:
-        """End the engine and its descendants. `at_once` interrupts a running computation."""
+        """End the engine and its descendants. If `at_once`, interrupt a running computation."""
         with _undisturbed():
             self._close(at_once)
 

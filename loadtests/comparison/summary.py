@@ -25,7 +25,7 @@ class Tokens:
 
     agreeing: int  # tokens before the first different token, summed over all answers
     total: int
-    # Lowest index of a different token in any answer; None if all tokens agree.
+    # Index of the first different token, the lowest of all answers; None if all tokens agree.
     first_divergence: int | None
 
     @classmethod
@@ -90,9 +90,10 @@ class Row:
     engine: Engine
     runs: list[EngineRun]
     values: dict[str, Quantiles]  # results of each phase, in the units of UNITS
-    # For each phase, the fraction of the machine's limit that was reached.
+    # Result as a fraction of the machine's limit, by phase.
     reached: dict[str, Quantiles]
-    ahead: dict[str, Quantiles]  # for each phase, Penstock's speedup; empty for Penstock itself
+    # Penstock's speedup over this engine, by phase; empty for Penstock itself.
+    ahead: dict[str, Quantiles]
     tokens: Tokens | None
     memory_mib: float
     # Highest number of cores that other processes or the hypervisor took in a run.
@@ -112,7 +113,10 @@ class Row:
 
 
 def summarize(rounds: Sequence[Sequence[EngineRun]], work: Work, cost: Cost) -> list[Row]:
-    """Return one row per engine, in the order of ENGINES. `rounds` is indexed [round][engine]."""
+    """Return one row per engine, in the order of ENGINES.
+
+    `rounds` is indexed [round][engine].
+    """
     runs = [run for each in rounds for run in each]
     names = [name for name in BY_NAME if any(run.engine == name for run in runs)]
     rows = []

@@ -13,14 +13,14 @@ from penstock.loadtests.bench.flags import option
 from penstock.loadtests.comparison.process import EngineProcess
 
 _LOWEST_TOKEN = 3  # lower token ids are padding, begin and end tokens
-_REPEATS = 2  # number of repetitions of each measurement with one prompt
+_REPEATS = 2  # number of repetitions of each measurement that has only one prompt
 KEPT_ANSWERS = 16  # number of answers whose tokens are recorded for comparison
 _MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Prompts and answers."""
+    """Numbers and lengths of the prompts and answers."""
 
     requests: int = option(64, "throughput: prompts in the batch")
     input_len: int = option(128, "throughput and TPOT: tokens of each prompt")
@@ -127,7 +127,7 @@ class _Cores:
     own: float  # CPU seconds of the engine's processes
     client: float  # CPU seconds that this process used
     all: float  # CPU seconds that all processes of this machine used
-    stolen: float  # seconds that the hypervisor took
+    stolen: float  # CPU seconds that the hypervisor took (steal time)
 
     @classmethod
     def now(cls, engine: EngineProcess) -> "_Cores":

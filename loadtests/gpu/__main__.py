@@ -40,7 +40,7 @@ from penstock.loadtests.gpu import kernel_tests, tuning
 from penstock.loadtests.gpu.sections import Outcome, Section, read_figures, run_section
 from penstock.loadtests.gpu.table import report
 
-STAGE_SECONDS = 465.0  # less than eight minutes, so that processes have time to start
+STAGE_SECONDS = 465.0  # the rest of the eight minutes is for the start of processes
 REPORT = "report.txt"
 CPU_FACTOR = 3.0  # factor of the time limits on a CPU, where a run only tests the command
 BOUNDS, TUNING = "bounds", "tuning"
@@ -49,7 +49,7 @@ LINE_FILES = {
     "tests of kernels": kernel_tests.LINES,
     TUNING: "tuning-*.jsonl",
 }
-"""Files of a section, to which it appends; those of an earlier run are removed."""
+"""Patterns of the files to which a section appends. Files of an earlier run are removed first."""
 
 
 def stages(folder: Path, device: str, small: bool) -> dict[str, list[Section]]:
@@ -222,7 +222,7 @@ def _kept(path: Path, on: dict[str, Any], archive: Path, folder: Path) -> dict[s
     if archive.exists():
         with tarfile.open(archive) as earlier:
             earlier.extractall(folder, filter="data")
-    (folder / path.name).unlink(missing_ok=True)  # the JSON file is added to the new archive again
+    (folder / path.name).unlink(missing_ok=True)  # the new archive gets the new JSON file
     common = ("passed", "seconds", "failures")
     return {
         name: Outcome(
@@ -258,7 +258,7 @@ def _save(path: Path, on: dict[str, Any], outcomes: Sequence[Outcome]) -> None:
     }
     part = path.with_suffix(".json.part")
     part.write_text(json.dumps({"about": on, "sections": found}, indent=1) + "\n")
-    part.replace(path)  # if the run is killed now, the results of earlier sections remain
+    part.replace(path)  # atomic: if the run is killed, the old or the new results remain
 
 
 if __name__ == "__main__":

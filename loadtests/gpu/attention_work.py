@@ -64,11 +64,16 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Paged:
-    """Random inputs of paged attention for one batch."""
+    """Random inputs of paged attention for one batch.
+
+    In the shapes, T is the number of tokens, Hq of query heads, D the head dim, N the number of
+    blocks, H of KV heads, S the positions per block, B the number of sequences, and M the blocks
+    per sequence. A cache row has W elements: D, or more if the cache is FP8 (codes and scales).
+    """
 
     sizes: Sizes
     query: Tensor  # [T, Hq, D]
-    layer: Tensor  # shape [2, N, H, S, W]
+    layer: Tensor  # keys and values, [2, N, H, S, W]
     query_starts: Tensor  # shape [B + 1], int32
     context_lens: Tensor  # [B] int32
     block_tables: Tensor  # shape [B, M], int32
@@ -122,7 +127,7 @@ class Paged:
     def flashinfer(self) -> Call:
         """Return a function that calls FlashInfer on the same cache.
 
-        The cache layout [N, H, S, D] is called "HND" in FlashInfer.
+        FlashInfer's name of the cache layout [N, H, S, D] is "HND".
         """
         wrapper = _flashinfer(self)
         return lambda: wrapper.run(self.query, (self.layer[0], self.layer[1]))

@@ -15,7 +15,7 @@ class Goal:
     most_us: float | None = None  # maximum time of a call, in microseconds
     least_fraction: float | None = None  # minimum speed as a fraction of the device's limits
     least_tflops: float | None = None
-    least_of_peer: float | None = None  # minimum speed as a fraction of the fastest peer's
+    least_of_peer: float | None = None  # minimum speed as a fraction of the fastest peer's speed
     over_plain: float | None = None  # minimum speedup over PLAIN, our own simple implementation
 
     def __str__(self) -> str:

@@ -45,7 +45,7 @@ _LAST_LINES = 15
 class Results:
     """Results of the tests that ended, and problems that belong to no single test."""
 
-    # For each test, the line of its failure or else its last line.
+    # For each test, the line that reports its failure; its last line if the test did not fail.
     lines: dict[str, dict[str, Any]] = field(default_factory=dict)
     running: list[str] = field(default_factory=list)  # tests that have started and not ended
     problems: list[str] = field(default_factory=list)

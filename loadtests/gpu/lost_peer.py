@@ -38,7 +38,7 @@ FIRST, SECOND = 0, 1
 
 
 def message(number: int, device: torch.device) -> torch.Tensor:
-    """Return the message of source `number`. It is the same in all processes."""
+    """Return the message of source `number`. All processes compute the same message."""
     generator = torch.Generator().manual_seed(number)
     values = torch.randint(256, (MESSAGE_BYTES,), generator=generator, dtype=torch.uint8)
     return values.to(device)

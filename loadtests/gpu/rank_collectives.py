@@ -16,7 +16,10 @@ from penstock.workers.parallel.collectives import ProcessGroup
 
 NUM_RANKS = 2
 SIZES = (8 << 10, 64 << 10, 1 << 20, 16 << 20)
-"""Bytes of a rank's tensor. Up to 64 KiB, sums in rank order take one all-gather."""
+"""Bytes of a rank's tensor.
+
+Up to 64 KiB, an all-reduce that sums in rank order uses one all-gather.
+"""
 NUM_CALLS, NUM_ROUNDS = 20, 5  # calls per round, and rounds per measurement, on a GPU
 
 Operation = Callable[[ProcessGroup, Tensor], Tensor]
@@ -45,7 +48,10 @@ OPERATIONS: dict[str, tuple[Operation, Callable[[list[Tensor], int], Tensor]]] =
         lambda tensors, rank: torch.cat([each.chunk(NUM_RANKS)[rank] for each in tensors]),
     ),
 }
-"""Each collective, and its exact result on a rank from the inputs of all ranks."""
+"""For each collective, two functions: one runs it, the other computes a rank's exact result.
+
+The second function gets the inputs of all ranks and the number of the rank.
+"""
 
 
 def inputs_of(rank: int, num_bytes: int, dtype: torch.dtype, number: int) -> Tensor:

@@ -21,7 +21,7 @@ class Request:
     Attributes:
         after: index of an earlier request. The later request arrives no earlier than the first
             token of the earlier one.
-        background: the latency of the first token is not part of the figures.
+        background: whether to leave the latency of this request's first token out of the figures.
     """
 
     prompt_len: int

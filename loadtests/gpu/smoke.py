@@ -52,7 +52,8 @@ LIMITS = {torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}
 """Largest norm of the error, relative to the norm of the exact result.
 
 Inputs are exact, sums are in float32, and a result is rounded at most four times (probabilities,
-hidden states of experts and heads, the result): 4 units of half an ulp.
+hidden states of experts and heads, the result). Each rounding adds at most half an ulp, and the
+limit is four times that.
 """
 
 

@@ -41,5 +41,5 @@ class Inputs:
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor on the host in float64."""
+    """Copy a tensor to the host and convert it to float64."""
     return tensor.cpu().double()

@@ -130,7 +130,7 @@ def decode(engine: Engine, clock: Clock, batch: int, load: Load) -> list[Step]:
 
 @contextmanager
 def noted_waits(device: torch.device) -> Iterator[list[str]]:
-    """Yield a list that contains, after the exit, the source lines that waited for the device.
+    """Yield a list, which gets the source lines that waited for the device when the context ends.
 
     `torch.cuda.set_sync_debug_mode` warns about each line that synchronizes implicitly.
     """

@@ -188,7 +188,7 @@ NAMED_ROWS: dict[str, tuple[Row, Callable[[str, Mapping[str, Any]], Row]]] = {
     "collectives": (COLLECTIVE, _collective),
     "loads_of_ranks": (RANKS_LOAD, _ranks_load),
 }
-"""Figures with named rows, by their key: heading, and the function that formats a row."""
+"""Heading of the table and function that formats a row, by key of the figures with named rows."""
 
 
 def columns(head: Row, rows: Sequence[Row]) -> Iterator[str]:

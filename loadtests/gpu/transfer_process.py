@@ -125,7 +125,7 @@ class Child:
             else:
                 self.figures = message
                 self.reported.set()
-        self.reported.set()  # ends a wait for a report, since none follows
+        self.reported.set()  # no report follows, so a wait for one must end
 
     def forward(self, line: str) -> None:
         """Write a line to the process, unless it has ended."""

@@ -46,7 +46,7 @@ SECONDS = 115.0  # time limit of the section in seconds, less a margin for writi
 INTERPRETED_SECONDS = 340.0
 CHECKED_FRACTION = 0.6  # fraction of SECONDS that the child processes get
 NUM_CHILDREN = 2  # number of child processes per problem
-SWEEP_ROUNDS, SWEEP_SECONDS = 3, 0.005  # rounds of each candidate, and seconds of each round
+SWEEP_ROUNDS, SWEEP_SECONDS = 3, 0.005  # rounds per candidate, and seconds per round
 NUM_PAIRS = 3  # number of alternating measurements of the best candidate and the default
 LEAST_GAIN = 1.03
 FOLDER = "tiles"  # subfolder of the results that gets the file of tuned tiles
@@ -74,7 +74,7 @@ def check_candidates(
             line |= {"outcome": "failed", "why": f"{type(reason).__name__}: {reason}"[-300:]}
         else:
             line |= {"outcome": "passed", "error": error}
-            if not error <= 2 * LIMITS[exact.dtype]:  # or NaN
+            if not error <= 2 * LIMITS[exact.dtype]:  # also true for NaN
                 line |= {"outcome": "failed", "why": f"relative error {error:.1e}"}
         yield line
 
@@ -139,7 +139,8 @@ def sweep(
         found = {}
         for name, make in problem.workloads.items():
             with trial_tiles(problem.kernel, candidate):
-                # `make` must run with the candidate's tiles, because a plan keeps its tiles.
+                # `make` must run with the candidate's tiles, because the plan that it makes keeps
+                # its tiles.
                 found[name] = time_calls([make()], device, rounds, seconds).median
         return found
 

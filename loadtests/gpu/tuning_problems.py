@@ -38,12 +38,15 @@ BLOCK_SIZE = 64  # default block size of the KV cache on a GPU
 SMALL_CANDIDATES = 3  # number of candidates per problem under the interpreter
 SMALL_ROWS = 64  # maximum rows per expert under the interpreter
 MOE_TOKENS = {16: 64, 64: 512, 128: 4096}
-"""Tokens of the timed batches by the rows of the default tiles, for 8 of 128 experts."""
-WEIGHT_ONLY = "8b"  # model whose products are tuned with weights of 4 and 8 bits
+"""Number of tokens of the timed batch, by number of rows of the default tiles.
+
+The numbers are for a model that uses 8 of 128 experts per token.
+"""
+WEIGHT_ONLY = "8b"  # model whose matmuls are tuned with weights of 4 and 8 bits
 CODES: tuple[tuple[Kind, int], ...] = (("int4", 128), ("fp8", 0))
-"""Kinds of codes that are tuned, and the inputs per group; 0: all."""
+"""Kinds of codes that are tuned, each with the inputs per group; 0 means a group of all inputs."""
 PRODUCT_ROWS = {triton_quantized.FEW_ROWS: (1, 16), triton_quantized.MANY_ROWS: (64, 2048)}
-"""Rows of the timed products by the rows of the default tiles."""
+"""Numbers of rows of the timed matmuls, by number of rows of the default tiles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,7 @@ class Problem:
     name: str
     kernel: str  # name of the kernel, a key of `tuned_tiles.KERNELS`
     shape: dict[str, int]
-    candidates: list[Candidate]  # tile sizes to compare; the first ones are the default
+    candidates: list[Candidate]  # sets of tile sizes to compare; the first set is the default
     # Each function allocates inputs and returns a function to time.
     workloads: Mapping[str, Callable[[], Call]]
     check: Callable[[], Call]
@@ -194,8 +197,8 @@ def _expert_problems(
         if is_small:
             if rows > SMALL_ROWS:
                 continue
-            # `MOE_TOKENS` holds for 8 of 128 experts; this scaling gives the same mean number of
-            # rows per expert here.
+            # The numbers in `MOE_TOKENS` are for 8 of 128 experts. Scale them to get the same mean
+            # number of rows per expert in this smaller model.
             tokens = tokens * 8 * experts // (128 * top_k)
         default = asdict(tiles_for(dtype, tokens * top_k / experts, False))
         assert default["rows"] == rows
@@ -220,7 +223,11 @@ def _expert_problems(
 def _weight_only_problems(
     chip: DeviceInfo, device: torch.device, dtype: torch.dtype, is_small: bool
 ) -> Iterator[Problem]:
-    """Yield problems of matmuls with weight-only quantization, one for all matmuls of a layer."""
+    """Yield problems of matmuls with weight-only quantization.
+
+    Each problem covers all matmuls of a layer, for one kind of codes and one number of rows of a
+    tile.
+    """
     config = SHAPES[WEIGHT_ONLY].config
     if is_small:
         config = {**small(config), "hidden_size": 128, "intermediate_size": 128}

@@ -52,8 +52,11 @@ WEIGHTS_KEY = "the weights are written"
 LOADS = {"1 request": [Request(400, 64)], "32 requests": [Request(400, 64)] * 32}
 SMALL_LOADS = {"1 request": [Request(20, 6)], "3 requests": [Request(20, 6)] * 3}
 NUM_SINGLE = 3
-"""Besides the whole last load, the deterministic engine answers its first 1, 2, ..., NUM_SINGLE
-requests as batches."""
+"""Size of the largest of the small batches for the deterministic engine.
+
+The engine answers the whole last load, and batches of the first 1, 2, ..., NUM_SINGLE requests of
+that load.
+"""
 
 
 def absent(device: str) -> str:
@@ -154,7 +157,7 @@ class Rank:
 
 
 ENGINES = (("deterministic", True, False), ("plain", False, True))
-"""Engines of two ranks: name, whether it is deterministic, whether it measures the memory."""
+"""Engines of two ranks, as arguments of `Rank.lead`: `name`, `deterministic`, `measures`."""
 
 
 def run_leader(rank: Rank) -> Iterator[dict[str, Any]]:

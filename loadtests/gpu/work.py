@@ -37,7 +37,8 @@ class Work:
     def measure(self, device: torch.device) -> Measured:
         """Time all implementations.
 
-        Failures of peers are recorded, while a failure of our implementation is raised.
+        If a peer fails, the failure is recorded. If our implementation fails, the exception is
+        raised.
         """
         num_cold_calls = min(MAX_CALLS, max(1, round(COLD_CACHE_BYTES / self.num_bytes)))
         num_calls = 1 if self.warm or device.type == "cpu" else num_cold_calls

@@ -52,7 +52,10 @@ def converted(model: Path, name: str) -> Path:
 
 
 def made(file: Path, make: Callable[[Path], None]) -> Path:
-    """Return `file`. If it does not exist, `make` writes it under a temporary name first."""
+    """Return `file`, which `make` writes if the file does not exist.
+
+    `make` writes to a temporary name. The file gets its own name when it is complete.
+    """
     if not file.exists():
         temporary = file.with_suffix(f".{os.getpid()}")
         try:
@@ -66,8 +69,9 @@ def made(file: Path, make: Callable[[Path], None]) -> Path:
 def _write(model: Path, file: Path, kind: gguf.GGMLQuantizationType) -> None:
     """Write the checkpoint `model` to `file`.
 
-    Matrices are stored in the GGUF type `kind`. Vectors and the router of an MoE model are stored
-    as F32. The vocabulary has placeholders, because the engines get token ids instead of texts.
+    `kind` is the GGUF type in which matrices are stored. Vectors and the router of an MoE model are
+    stored as F32. The vocabulary has placeholders, because the engines get token ids instead of
+    texts.
     """
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     writer = gguf.GGUFWriter(str(file), "llama")
@@ -141,6 +145,10 @@ def _layer_of(name: str) -> tuple[str, str]:
 
 
 def _interleaved(weight: Array, heads: int) -> Array:
-    """Reorder each head's rows for RoPE: from two halves (transformers) to pairs (llama.cpp)."""
+    """Reorder each head's rows, because the two engines rotate different pairs of rows (RoPE).
+
+    transformers pairs row i of a head's first half with row i of the second half. llama.cpp pairs
+    adjacent rows.
+    """
     halves = weight.reshape(heads, 2, -1, weight.shape[1])
     return halves.swapaxes(1, 2).reshape(weight.shape)

@@ -14,9 +14,9 @@ _SECONDS = 0.6  # duration of each measurement, in seconds
 
 @contextmanager
 def engine(options: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Yield a `generate` that measures the machine and ignores its arguments.
+    """Yield a function `generate` that ignores its arguments and measures the machine.
 
-    It returns [[MFLOP/s, int8 MOP/s, MB/s]].
+    The function returns [[MFLOP/s, int8 MOP/s, MB/s]].
     """
     torch.set_num_threads(options["threads"])
     rows, weight = torch.randn(_ROWS, _WIDTH), torch.randn(_WIDTH, _WIDTH)

@@ -31,7 +31,8 @@ def engine(options: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
     contexts: dict[tuple[int, int], Any] = {}
 
     def generate(prompts: list[list[int]], output_len: int) -> list[list[int]]:
-        # One context per batch shape, because a context reserves a KV cache for each sequence.
+        # Each batch shape has a context of its own, because a context reserves a KV cache for a
+        # fixed number of sequences.
         length = -(-(len(prompts[0]) + output_len) // 256) * 256
         shape = (len(prompts), length)
         if shape not in contexts:
@@ -72,7 +73,7 @@ class Form:
     """A form of the weights and of the KV cache."""
 
     title: str
-    file: Callable[[Path], Path]  # converts a checkpoint folder; returns the GGUF file
+    file: Callable[[Path], Path]  # returns the path of a checkpoint as a GGUF file
     has_f16_cache: bool
 
 

@@ -45,7 +45,7 @@ def engine(options: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
     )
     engine = Engine(config)
     engine.warm_up()
-    # Write to the whole KV cache now, so that page faults do not slow measured runs.
+    # Write to the whole KV cache before the measurement, so that page faults do not slow it.
     engine.cache.data.zero_()
     calls = 0
 
@@ -55,7 +55,7 @@ def engine(options: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
         params = SamplingParams(temperature=0.0, max_tokens=output_len)
         answers: list[list[int]] = [[] for _ in prompts]
         for number, prompt in enumerate(prompts):
-            # Each call has its own salt, so that the prefix cache never hits.
+            # Each call has its own salt, so that no call reuses cached blocks of an earlier call.
             salt = calls.to_bytes(8, "little")
             engine.submit(NewSequence(number, prompt, len(prompt), params, salt=salt))
         left = len(prompts)

@@ -1,4 +1,4 @@
-"""Adapter for `transformers` with one static batch of equal lengths (its best case).
+"""Adapter for `transformers` with one static batch of equal lengths, its best case.
 
 The tokens of other engines are compared with those of transformers.
 """

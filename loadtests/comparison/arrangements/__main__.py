@@ -114,7 +114,7 @@ class Options:
 
 
 class _Servers:
-    """The running arrangements, and the clients that load them."""
+    """The running arrangements, with a client for each."""
 
     def __init__(self, clients: Mapping[str, HttpClient], vocab_size: int, seed: int) -> None:
         self._clients = clients
@@ -125,7 +125,7 @@ class _Servers:
     async def measure(self, name: str, load: LoadPlan, number: int) -> Sample:
         """Send a load to one arrangement.
 
-        Its prompts differ from those of other rounds and loads.
+        The prompts of this load differ from those of other rounds and loads.
         """
         self._num_loads += 1
         seed = self._seed + 1_000 * self._num_loads + number

@@ -5,18 +5,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Arrangement:
-    """Workers among which the cores of this machine are divided."""
+    """One arrangement: a set of workers among which the cores of this machine are divided."""
 
     name: str
     title: str
     num_workers: int
     flags: tuple[str, ...]  # flags of `penstock serve`
-    is_static: bool = True  # False for the default, which is compared with the best static one
+    # False for the default, which is compared with the best static arrangement.
+    is_static: bool = True
 
     def serve_arguments(self, model: str, kv_cache_mib: int, more: tuple[str, ...]) -> list[str]:
         """Return the arguments of `penstock serve`. The workers share `kv_cache_mib`."""
         per_worker = str(kv_cache_mib // self.num_workers)
-        # Without canaries, an idle server leaves the cores to the measured one.
+        # With only one canary per hour, an idle server leaves the cores to the measured server.
         own = ("--kv-cache-mib", per_worker, "--canary-seconds", "3600")
         return [model, *self.flags, *own, *more]
 

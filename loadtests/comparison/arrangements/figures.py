@@ -43,11 +43,11 @@ def sample_of(outcomes: Sequence[Outcome], duration: float, goals: Goals | None)
 
 
 def summary(rounds: Rounds) -> dict[str, Any]:
-    """Return the medians of each arrangement, and the ratios of the default, for each load.
+    """Return, for each load, the medians of each arrangement and the ratios of the default.
 
-    The ratios compare the default with the best static arrangement. The best one is chosen for each
-    round and each figure: most tokens per second, earliest first token, or most requests that met
-    the goals.
+    A ratio is the default's figure divided by that of the best static arrangement. The best
+    arrangement is chosen anew for each round and each figure: most tokens per second, earliest
+    first token, or most requests that met the goals.
     """
     found: dict[str, Any] = {}
     for load in rounds[0]:

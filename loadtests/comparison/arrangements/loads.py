@@ -9,7 +9,7 @@ from penstock.loadtests.bench.metrics import Goals
 from penstock.loadtests.bench.workload import Lengths, Planned, TraceRow, drawn_load, traced_load
 
 ANSWER_WEIGHT = 2.0
-"""Cost of an answer token relative to a prompt token, to give all phases of the mix equal work."""
+"""Cost of an answer token relative to a prompt token; gives all phases of the mix equal work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +43,11 @@ PHASES = (
     Phase(Lengths(96, 160), Lengths(48, 80)),  # prompts and answers of medium length
     Phase(Lengths(16, 48), Lengths(8, 24)),  # many short requests with short answers
 )
-"""Phases of the mix, in turns."""
+"""Phases of the changing mix. After the last phase, the first one follows again."""
 
 
 def closed_loop(streams: int, count: int, input_len: int, output_len: int) -> LoadPlan:
-    """Return a load of `count` equal requests, of which `streams` run at any time."""
+    """Return a load of `count` requests of equal lengths, of which `streams` run at any time."""
     plan = [Planned(number, 0.0, input_len, output_len) for number in range(count)]
     return LoadPlan(f"{streams} streams" if streams > 1 else "1 stream", plan, streams)
 

@@ -4,10 +4,10 @@
 model. Penstock's router has a stub worker of our own protocol, and the other routers have an OpenAI
 HTTP stub. Both stubs have the same step time. Clients stream `/v1/completions` over plain sockets.
 The routers are measured in turn. CPU time is that of the router's whole process tree under load,
-minus its CPU time when idle. Other load on the machine therefore matters little. First-token times
-are relative to the OpenAI stub without a router. First-token times and the highest rates
-(`--saturate`) need a quiet machine. At the highest rates, a router may send several tokens in one
-write.
+minus its CPU time when idle. Other load on the machine therefore has little effect on the figures.
+First-token times are relative to the OpenAI stub without a router. First-token times and the
+highest rates (`--saturate`) need a quiet machine. At the highest rates, a router may send several
+tokens in one write.
 
 The other routers forward bytes. Penstock's router also tokenizes the prompt, decodes the tokens and
 applies stop conditions, which other systems do in the engine's server.

@@ -11,7 +11,10 @@ from penstock.loadtests.comparison.routers.openai_stub import TOKEN
 from penstock.loadtests.micro.ab_runner import MeasurementFailed
 
 KEY = "sk-comparison"
-"""Sent with every request: LiteLLM does not start without a key, the other routers ignore it."""
+"""API key that is sent with every request.
+
+LiteLLM does not start without a key; the other routers ignore it.
+"""
 
 _PROMPT = "Tell me a story."
 _STREAM_SECONDS = 300.0  # time limit for one stream
@@ -42,7 +45,8 @@ class Load:
         """Return the number of HTTP chunks of all answers. Raises MeasurementFailed.
 
         The number is less than that of the tokens if a router forwarded several events in one
-        write. A router does that when it falls behind, and then needs less CPU time per token.
+        write. A router merges events when it cannot keep up, and then needs less CPU time per
+        token.
         """
         return sum(check_answer(answer.data, output_len) for answer in self.answers)
 
@@ -86,7 +90,7 @@ def request_bytes(address: str, output_len: int) -> bytes:
 
 
 async def read_streams(address: str, streams: int, output_len: int) -> Load:
-    """Send `streams` requests at once and read their answers. Raises MeasurementFailed."""
+    """Send `streams` requests at the same time and read the answers. Raises MeasurementFailed."""
     host, port = address.split(":")
     request, load = request_bytes(address, output_len), Load()
     loop = asyncio.get_running_loop()

@@ -12,7 +12,7 @@ from typing import Any
 from penstock.loadtests.micro.ab_runner import Quantiles
 
 DIRECT = "direct"
-"""Name of the rows of clients that reach the stub without a router."""
+"""Name of the target without a router: clients send their requests directly to the stub."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,15 +23,15 @@ class Sample:
     idle_cores: float  # average number of cores that the idle router uses
     writes_per_token: float  # 1 if the router wrote every token separately
     first_single: float  # median time to the first token of requests that run alone
-    first_burst: float  # median time to the first token of streams that start at once
+    first_burst: float  # median time to the first token of streams that start together
     max_rate: float | None = None  # highest sustained tokens per second; None if not measured
 
 
 def cpu_used(before: Mapping[int, float], after: Mapping[int, float]) -> float:
     """Return the CPU time that a process tree used between two readings.
 
-    A process that started after the first reading counts in full. One that ended before the second
-    reading does not count.
+    A process that started after the first reading counts in full. A process that ended before the
+    second reading does not count.
     """
     return sum(seconds - before.get(pid, 0.0) for pid, seconds in after.items())
 
@@ -45,17 +45,19 @@ def cpu_per_token(used: float, seconds: float, idle_cores: float, num_tokens: in
 
 
 class RateSearch:
-    """Search for the highest rate that a router sustains.
+    """Searches for the highest rate that a router sustains.
 
-    The rate is doubled until it is not sustained, or halved until it is. Then the interval between
-    the two bounds is halved on a logarithmic scale.
+    If the router sustains the first rate, the search doubles the rate until the router no longer
+    sustains it. Otherwise the search halves the rate until the router sustains it. The search then
+    halves the interval between the highest sustained and the lowest other rate, on a logarithmic
+    scale.
 
     Args:
         start: first rate to try, in tokens per second.
-        limit: rate above which the search stops.
+        limit: highest rate to try.
     """
 
-    PRECISION = 1.1  # ratio of the two bounds at which the search ends
+    PRECISION = 1.1  # the search ends when the ratio of the interval's bounds is at most this
     SUSTAINED = 0.95  # fraction of an offered rate that must be achieved to sustain it
     LEAST = 10.0  # rate below which the search ends without a result
 

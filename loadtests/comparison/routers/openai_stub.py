@@ -1,7 +1,7 @@
 """An OpenAI HTTP server without a model, for routers that forward HTTP.
 
-Like the stub worker of our own protocol, it sends the first token of an answer at once, and then
-one token per step to all running streams.
+Like the stub worker of our own protocol, it sends the first token of an answer immediately, and
+then one token per step to all running streams.
 """
 
 import asyncio
@@ -82,7 +82,7 @@ class OpenAiStub:
 
 
 class _Stream:
-    """One running answer. Its events are encoded once, so that a step needs only one write."""
+    """One running answer. Its events are encoded at its start, so that a step only writes bytes."""
 
     def __init__(
         self, number: int, length: int, transport: asyncio.Transport, closes: bool
@@ -122,7 +122,8 @@ class _Connection(asyncio.Protocol):
             headers = {name.lower(): value for name, _, value in (x.partition(": ") for x in lines)}
             method, path, version = (*first.split(" "), "", "")[:3]
             if not version.startswith("HTTP/1.") or "transfer-encoding" in headers:
-                # Reject chunked bodies and HTTP/2. sglang-router detects gRPC workers by HTTP/2.
+                # Reject chunked bodies and HTTP/2. If the stub accepted HTTP/2, sglang-router would
+                # take it for a gRPC worker.
                 self._transport.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
                 self._transport.close()
                 return
@@ -136,7 +137,8 @@ class _Connection(asyncio.Protocol):
         if method == "POST" and path == "/v1/completions":
             self._stub.answer(json.loads(body), self._transport, closes)
             return
-        # A starting router also sends health checks and model queries.
+        # Routers also send health checks and model queries when they start. One reply fits them
+        # all.
         models = [{"id": _MODEL, "object": "model", "created": 0, "owned_by": _MODEL}]
         reply = {"object": "list", "data": models, "model_path": _MODEL, "status": "ok"}
         self._transport.write(_json_response(reply))

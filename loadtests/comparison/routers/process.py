@@ -83,7 +83,8 @@ async def peer_router(router: Router, python: Path, stub: str) -> AsyncIterator[
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=log,
-            start_new_session=True,  # keeps Ctrl-C in the terminal from ending the router first
+            # Prevents Ctrl-C in the terminal from ending the router before this process.
+            start_new_session=True,
         )
         try:
             about = await _description(router, process, log)

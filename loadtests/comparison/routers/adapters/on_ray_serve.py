@@ -1,8 +1,8 @@
 """Ray Serve with one replica that forwards the stub's stream, on a Ray cluster of its own.
 
-The replica copies bytes and does not look at them, so this is a lower bound for an LLM application
-on Serve. With the option `throughput`, Serve uses its settings for throughput: HAProxy replaces the
-HTTP proxy, and requests go directly to the replica.
+The replica copies bytes and does not parse them. Its cost is therefore a lower bound of the cost of
+an LLM application on Serve. With the option `throughput`, Serve uses its settings for throughput:
+HAProxy replaces the HTTP proxy, and requests go directly to the replica.
 """
 
 import contextlib
