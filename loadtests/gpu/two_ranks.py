@@ -104,7 +104,7 @@ class Rank:
         )
 
     def collectives(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Check the collectives for both orders of summation."""
+        """Check the collectives in two groups: sums in rank order, or in the library's order."""
         device = self._options.device
         groups = {
             name: make_process_group(

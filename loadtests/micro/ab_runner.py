@@ -1,6 +1,7 @@
 """Helpers for A/B benchmarks.
 
-The two variants alternate (A B A B), so that other load on the machine affects both equally.
+The two variants alternate (A B A B), so that other load on the machine affects both variants
+equally.
 """
 
 import asyncio

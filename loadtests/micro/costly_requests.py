@@ -35,7 +35,7 @@ SLOW_TEMPLATE = (
     "{{ j }}{% endif %}{% endfor %}{% endfor %}{% endif %}{% if size %}{{ 'a' * size }}{% endif %}"
     "{% for message in messages %}{{ message.content }}{% endfor %}"
 )
-"""A template that needs much time or memory if a client asks for it."""
+"""A chat template that a client can make slow (argument `spin`) or large (argument `size`)."""
 
 REQUESTS: Mapping[str, tuple[str, Mapping[str, Any], int]] = {
     "64 echoed choices of 4 prompts": (

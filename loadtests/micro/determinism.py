@@ -45,7 +45,7 @@ Cell = tuple[str, int, one.Options, Callable[[one.RoundTimes], float]]
 
 
 def cells(options: Options) -> list[Cell]:
-    """Return the cells (name, batch size, settings) to measure on both engines."""
+    """Return the cells to measure on both engines."""
     batched = one.Options(
         input_len=options.input_len, output_len=options.output_len, cpu_time=options.cpu_time
     )

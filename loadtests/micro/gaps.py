@@ -45,7 +45,7 @@ class StepGaps:
         self._engine = engine
         self._began = time.perf_counter()
         self.gaps: list[float] = []  # idle seconds before each step
-        self.steps: list[float] = []  # seconds from the end of each step to the end of the next
+        self.steps: list[float] = []  # seconds from the end of the previous step to each step's end
 
     def note(self, result: StepResult) -> None:
         now = time.perf_counter()

@@ -55,7 +55,10 @@ _MODEL = Path(penstock.__file__).parent / "models" / "demo-small"
 _OPERATOR = "key-of-the-operator"
 _READY_SECONDS = 60.0
 _PAUSE_SECONDS = 12.0
-"""Pause between two loads, after which the router no longer uses the speed of the first queue."""
+"""Pause between two loads.
+
+After this time, the router no longer uses the speed at which the queue of the first load moved.
+"""
 
 Rates = Sequence[tuple[str, float]]
 

@@ -58,7 +58,10 @@ class BoundedWorker(StubWorker):
 
 
 class BoundedSession(Session):
-    """The stream to the only router, and the queue of sequences."""
+    """The stream to the router, and the sequences that wait for a slot.
+
+    A worker serves only one router.
+    """
 
     def __init__(self, worker: BoundedWorker, router: str) -> None:
         super().__init__(worker, router)

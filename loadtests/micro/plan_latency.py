@@ -70,7 +70,7 @@ def follow(pipe: Connection, address: str, load: Load, rank: int, way: str) -> N
 
 
 def run_round(load: Load, way: str) -> list[float]:
-    """Return the latency of each plan in seconds, up to the slowest follower."""
+    """Return, for each plan, the seconds until the slowest follower has decoded the plan."""
     rendezvous = RendezvousServer(_HOST, None, load.followers + 1)
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []

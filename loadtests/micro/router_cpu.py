@@ -91,7 +91,10 @@ def loads_of(options: Options) -> tuple[Load, ...]:
 
 
 def terms_of(loads: Sequence[Load], seconds: Sequence[float]) -> Mapping[str, float]:
-    """Return the CPU time (µs) of a request, a step and a token, solved from three loads."""
+    """Return the CPU time (µs) of a request, a step and a token.
+
+    The three values are the solution of three linear equations, one for each load.
+    """
     solved = np.linalg.solve(np.array([load.amounts for load in loads], float), np.array(seconds))
     return {name: 1e6 * float(value) for name, value in zip(_TERMS, solved, strict=True)}
 
@@ -187,7 +190,7 @@ async def _start(stack: AsyncExitStack, options: Options) -> Mapping[str, Server
 
 
 def _ratios(row: Mapping[str, float]) -> Mapping[str, float]:
-    """Return the ratios of a round's CPU times."""
+    """Return the ratios of the servers' CPU times in one round."""
     found = {"ratio": row["grpc"] / row["bare"]}
     if "against_http" in row:
         found |= {f"{api}_ratio": row[api] / row[f"against_{api}"] for api in ("http", "grpc")}

@@ -60,7 +60,7 @@ class Options:
 
 @dataclass(slots=True)
 class Drawn:
-    """A random schema with a valid document.
+    """Draws a random schema and a valid document.
 
     Attributes:
         wrong: for the path of each value in the document, a value that is invalid there.
@@ -207,7 +207,10 @@ class Checker:
         self._closing = np.array([text[:1] in b'",]}:' and bool(text) for text in texts])
 
     def failures(self, seed: int) -> Iterator[str]:
-        """Yield a line per failed check of the schema of `seed`; then "" if the answer ended."""
+        """Yield a line for each failed check of the schema of `seed`.
+
+        Yields "" after these lines if the random answer ended.
+        """
         schema, document, drawn = draw(seed)
         validator = jsonschema.Draft202012Validator(schema)
         grammar = self.vocabulary.compile(json_schema(schema))
@@ -243,7 +246,7 @@ class Checker:
             if allowed[END]:
                 return self.tokenizer.token_bytes.decode(tokens)
             closing = allowed & self._closing
-            # Prefer closing tokens, so that answers end.
+            # Prefer tokens that close a value, so that answers end before `max_tokens`.
             if closing.any() and numbers.random() < 0.5:
                 allowed = closing
             token = int(numbers.choice(np.flatnonzero(allowed)))
@@ -255,9 +258,11 @@ class Checker:
         return None
 
     def refused_at(self, grammar: CompiledGrammar, text: str) -> int | None:
-        """Return the index of the first character of the refused token; None if all are accepted.
+        """Return the character index at which the masks refuse `text`, or None if they accept it.
 
-        The end token counts too; its index is the length of the text.
+        The index is that of the first character of the refused token. The end token must be
+        accepted after the text. If only the end token is refused, the index is the length of the
+        text.
         """
         matcher, at = grammar.matcher(), 0
         for token in self.tokenizer.encode(text, add_special_tokens=False):

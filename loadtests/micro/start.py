@@ -1,7 +1,7 @@
 """Measures time, CPU time and memory of one start of `penstock serve`, and looks for leftovers.
 
 `python -m penstock.loadtests.micro.start [ARGUMENTS OF serve]` prints one JSON object. Leftovers
-are files, processes and shared memory that remain after the server has ended.
+are temporary files, processes, open ports and shared memory that remain after the server has ended.
 """
 
 import json

@@ -49,13 +49,13 @@ class Run:
 
     submit: pb.Submit
     choice: int
-    position: int  # index in the answer of the next token
+    position: int  # index of the next token in the answer
 
 
 class StubWorker(worker_pb2_grpc.WorkerServicer):
     """A stub worker with the role "mixed".
 
-    It sends an answer's first token at once, and then one token per step.
+    The worker sends an answer's first token immediately, and then one token per step.
 
     Args:
         name: the worker's name.

@@ -77,7 +77,7 @@ RECORD: dict[str, Any] = {
     "additionalProperties": False,
 }
 RECORD["required"] = list(RECORD["properties"])
-"""A schema with names as in practice, for the number of steps of an answer."""
+"""A schema with realistic property names, to measure the number of steps of an answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +164,7 @@ def fill_times(vocabulary: GrammarVocabulary, schema: dict[str, Any], load: Load
 
 
 def measure_fills(load: Load, sizes: Sequence[int]) -> dict[str, Any]:
-    """Measure how long each vocabulary takes to build, to compile schemas and to fill masks.
+    """For each vocabulary, measure the time to build it, to compile schemas and to fill masks.
 
     The vocabularies are one of random words for each of `sizes`, and one for each js-tiktoken file
     in `load.ranks`.

@@ -56,7 +56,7 @@ class Comparison:
 
     @property
     def within_tree(self) -> Quantiles:
-        """Ratios of consecutive rounds of the same tree, in both orders."""
+        """Ratios of consecutive rounds a and b of the same tree: both a / b and b / a."""
         pairs = [*itertools.pairwise(self.then), *itertools.pairwise(self.now)]
         return Quantiles.of([ratio for a, b in pairs for ratio in (a / b, b / a)])
 

@@ -46,9 +46,9 @@ _T = TypeVar("_T")
 
 _ROUTER_MODEL = SHIPPED_MODEL.parent / "demo-small"
 _WORKER = re.compile(r"ray::WorkerActor|penstock: \w+ worker")
-"""Start of the process title of a worker: while Ray calls the actor, and otherwise."""
+"""Start of a worker's process title: the first form while Ray calls the actor, else the second."""
 _TRANSFERRED_BYTES = re.compile(r"^penstock_(?:kv_transfer|handover)_bytes\S* (\S+)$", re.MULTILINE)
-"""Metric of the router: the current name, and the name in older commits."""
+"""Router metric for the bytes of KV transfers: its current name, or its name in older commits."""
 _PREFILL_WORKER = "prefill-0"
 _WARMUP_TOKENS = 20
 _TRANSFER_ANSWER = 4  # answer tokens, of which the decode worker generates all but the first

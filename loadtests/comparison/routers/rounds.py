@@ -115,7 +115,7 @@ class Rounds:
         )
 
     async def _max_rate(self, target: Target) -> float:
-        """Return the highest tokens per second that reach the clients without a backlog."""
+        """Return the highest rate (tokens/s) that reaches the clients without a backlog."""
         streams, search = self._work.streams, RateSearch(_START_RATE, _MAX_RATE)
         try:
             while (rate := search.next_rate()) is not None:

@@ -53,7 +53,10 @@ def microseconds(cell: Cell, measured: dict[str, Any]) -> float:
 
 
 def checked(cell: Cell, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-    """Raise MeasurementFailed unless both sides did the same work, as much as the cell requires."""
+    """Raise MeasurementFailed unless both sides did the work of the cell.
+
+    Both sides must compute the same number of tokens, and preempt as often as the cell requires.
+    """
     for side, measured in (("Penstock's", ours), ("vLLM's", theirs)):
         if measured["preempted"] < cell.least_preempted:
             raise MeasurementFailed(

@@ -33,7 +33,7 @@ class Cell:
     num_blocks: int = 65536
     num_steps: int = 0  # number of measured steps; 0 means until all sequences have finished
     least_preempted: int = 0  # preemptions that each side must have in the measured steps
-    submission_counts: bool = True  # whether the steps include the time of the submission
+    submission_counts: bool = True  # whether step times include the submission
 
 
 def _decoding(count: int) -> Cell:

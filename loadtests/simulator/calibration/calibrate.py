@@ -35,7 +35,7 @@ from penstock.loadtests.simulator.calibration.server import (
 from penstock.loadtests.simulator.model.timing import Timing
 
 BURST = 16
-"""Requests that arrive together, to measure the router's time of each."""
+"""Number of requests that arrive together, to measure the router's time per request."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -155,8 +155,9 @@ def simulated(
         max_sequences=arrangement.max_sequences,
         max_batched_tokens=served.max_batched_tokens,
     )
-    # A calibration in which workers slowed each other down shows that they share cores.
-    # Routers then also learn step times, to compare one busy worker with several.
+    # If the workers slowed each other down in the calibration, they share the cores of one machine.
+    # In that case routers also learn step times, so that they can compare the speed of one busy
+    # worker with that of several.
     is_shared = timing.sharing > 0
     plan = ClusterPlan(
         arrangement.pools, limits, timing, is_one_machine=is_shared, reports_step_seconds=is_shared

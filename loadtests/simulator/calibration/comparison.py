@@ -8,7 +8,7 @@ import numpy as np
 from penstock.loadtests.simulator.scaling.page import Chart, Line
 
 TOLERANCE = 0.10
-"""Largest relative error of a prediction that is not within the spread of the measured runs."""
+"""Largest accepted relative error of a prediction outside the range of the measured runs."""
 PERCENTILES = (50, 90)
 HEADER = ("", "measured", "predicted", "error", "spread of the runs", "")
 
@@ -19,7 +19,7 @@ class Latencies:
 
     due: Sequence[float]
     ttft: Sequence[float]
-    tpot: Sequence[float]  # only of the answers with more than one token
+    tpot: Sequence[float]  # without an entry for an answer of one token
 
 
 @dataclass(frozen=True, slots=True)

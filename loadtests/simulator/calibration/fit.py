@@ -19,9 +19,13 @@ Bools: TypeAlias = npt.NDArray[np.bool_]
 
 PARAMETERS = ("launch", "sequence", "token", "pair", "weights", "kv_token")
 MOST_ROUNDS = 12
-"""Most alternations of fitting the parameters and choosing sides."""
+"""Maximum number of alternations between the two parts of the fit (see the module docstring)."""
 FIRST_SIDES = (0, 1, 4, 16, 64, 256, 10**9)
-"""Starts of the fit: steps of more tokens than this are first taken as bound by computation."""
+"""Starting points of the fit.
+
+A fit starts with the assumption that compute is larger than memory for steps of more tokens than
+this number. The fit is repeated from each starting point.
+"""
 HUBER_DEVIATIONS = 2.0
 """Residuals beyond this many standard deviations count less (Huber's loss)."""
 MOST_MEDIANS = 5.0
@@ -32,9 +36,9 @@ SOLE_OTHERS, SHARED_OTHERS = 0.1, 0.9
 """Limits of the mean number of other computing workers during a step: below the first, the step
 counts as alone; above the second, as shared."""
 LEAST_SHARING = 0.05
-"""A smaller slowdown is noise: the workers do not share cores."""
+"""Smallest slowdown that shows shared cores. A smaller slowdown counts as noise."""
 LONGEST_GAP = 0.02
-"""Seconds between two steps beyond which the engine was idle or interrupted."""
+"""A longer gap between two steps, in seconds, means that the engine was idle or interrupted."""
 
 
 class BadCalibration(ValueError):
@@ -312,7 +316,7 @@ def _nonnegative(design: Floats, target: Floats, weights: Floats) -> Floats:
     for count in range(1, len(usable) + 1):
         for chosen in map(list, combinations(range(len(usable)), count)):
             found = np.linalg.lstsq(gram[np.ix_(chosen, chosen)], right[chosen], rcond=None)[0]
-            # Loss without |aim|^2, which is the same for all subsets.
+            # Squared error without the term |aim|^2, which is the same for all subsets.
             loss = float(-(right[chosen] @ found))
             if (found >= 0).all() and loss < best_loss - 1e-15:
                 best, best_loss = np.zeros(len(usable)), loss

@@ -54,7 +54,8 @@ class FaultInjector:
         """Kill the process of a worker.
 
         Args:
-            seen: whether the host survives and closes the streams, so that peers notice at once.
+            seen: whether the host survives and closes the streams, so that peers notice
+                immediately.
         """
         if not worker.process.alive:
             return

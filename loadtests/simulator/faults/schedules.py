@@ -67,7 +67,7 @@ class RequestPlan:
     priority: int
     deadline: float  # time limit, in seconds from the request's arrival
     cut: int  # number of tokens after which a stop string matches; 0 means never
-    leaves_after: float  # seconds from arrival until the client disconnects; infinite: never
+    leaves_after: float  # seconds from arrival until the client disconnects, or infinity
     # Seconds from the start of a KV transfer of the request until its client disconnects.
     leaves_moving: float
     resumes: bool  # whether the client resubmits to another router if its router dies

@@ -30,7 +30,7 @@ class Executor(Protocol):
         ...
 
     def seconds_of(self, plan: StepPlan, num: int) -> Floats:
-        """Return the seconds [num] of this decode step and of the `num - 1` steps after it."""
+        """Return the seconds [num] that this decode step and the `num - 1` steps after it take."""
         ...
 
     def run(self, plan: StepPlan, table: SequenceTable) -> tuple[Ints, ForcedTokens]:
@@ -38,7 +38,10 @@ class Executor(Protocol):
         ...
 
     def predict(self, plan: StepPlan, num: int) -> Ints | None:
-        """Return the tokens [num, B] of the next `num` steps; None if the steps must be run."""
+        """Return the tokens [num, B] that the plan's B sequences get in the next `num` steps.
+
+        Returns None if the tokens are not known before the steps have run.
+        """
         ...
 
     def read(self, blocks: Ints) -> Sequence[int]:

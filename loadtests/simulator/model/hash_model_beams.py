@@ -29,7 +29,7 @@ def _candidates(hashes: Sequence[int], held_back: Sequence[Sequence[int]]) -> Ca
     The tokens in `held_back[r]` get -inf in row r.
     """
     tokens = np.tile(np.arange(VOCAB, dtype=np.int32), (len(hashes), 1))
-    # The log probabilities differ much, so that the search often replaces beams.
+    # Make the log probabilities differ much, so that the search often replaces beams.
     logprobs = [
         [-((hashed >> 9) * (token + 3) ** 3 % 1009) / 64 for token in range(VOCAB)]
         for hashed in hashes

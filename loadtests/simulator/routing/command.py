@@ -31,13 +31,13 @@ from penstock.loadtests.simulator.routing.run import Outcome, Plan, Prompt, Rout
 from penstock.router.routing.placement.routing_strategies import RANKINGS
 
 MIN_HIT_RATIO = 0.92
-"""Goal: cached tokens of `cost`, relative to an infinite cache."""
+"""Goal: minimum number of cached tokens of `cost`, relative to an infinite cache."""
 MAX_TTFT_RATIO = 0.63
-"""Goal: mean time to first token of `cost` on a shared load, relative to `least_loaded`."""
+"""Goal: maximum mean TTFT of `cost` with shared prefixes, relative to `least_loaded`."""
 TOLERANCE = 1.01
-"""Goal: the same ratio on loads without shared prefixes."""
+"""Goal: maximum mean TTFT of `cost` on the other loads, relative to `least_loaded`."""
 MAX_SHORT_RATIO = 0.25
-"""Goal: mean time to first token of short prompts among long ones, relative to `round_robin`."""
+"""Goal: maximum mean TTFT of short prompts among long ones, relative to `round_robin`."""
 
 
 @dataclass(frozen=True, slots=True)

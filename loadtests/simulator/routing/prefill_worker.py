@@ -21,7 +21,7 @@ CHUNK_TOKENS = 2048
 """Prompt tokens of a step; the worker reports its load after each step."""
 
 Schedule: TypeAlias = Callable[[float, Callable[[float], None]], None]
-"""Calls a function at a time in seconds."""
+"""Schedules a call: (virtual time in seconds, function to call with that time)."""
 
 
 @dataclass(frozen=True, slots=True)

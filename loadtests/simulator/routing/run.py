@@ -22,9 +22,9 @@ from penstock.router.routing.placement.routing_strategies import policy_of
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A request of the load. Only its prompt takes time."""
+    """A request of the load. Computing the prompt takes time; its answer has only one token."""
 
-    at: float  # seconds
+    at: float  # arrival time in seconds
     num_tokens: int
     blocks: Sequence[int]  # ids of the prompt's full blocks; equal ids mean equal tokens
 
@@ -47,7 +47,7 @@ class Outcome:
     placed_at: Sequence[str]  # name of the worker of each prompt
     jobs_ahead: Sequence[int]  # number of prompts at the worker when the prompt arrived there
     cached_tokens: int
-    computed_tokens: Mapping[str, int]  # by worker
+    computed_tokens: Mapping[str, int]  # number of computed prompt tokens, by worker
 
 
 class RoutingRun:

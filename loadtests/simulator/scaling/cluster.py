@@ -55,7 +55,7 @@ END_SECONDS = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class ClusterPlan:
-    """Settings of the simulated cluster."""
+    """Settings of the simulated cluster. Times are in seconds."""
 
     pools: Mapping[str, int]  # initial number of workers of each role
     limits: SchedulerConfig  # limits that each worker has

@@ -29,12 +29,12 @@ from penstock.loadtests.simulator.scaling.load import (
 from penstock.loadtests.simulator.scaling.load_options import Arriving, Kind, Serving, WrongOptions
 from penstock.loadtests.simulator.scaling.page import Chart, page
 
-JUDGED_COLD_START = 30.0  # seconds
+JUDGED_COLD_START = 30.0  # cold start in seconds at which the goals are checked
 # Minimum number of requests that meet their goals, relative to static peak capacity.
 LEAST_KEPT = 0.99
 SCALERS: Sequence[Kind] = ("penstock", "queue", "cpu")
 BUSY_FRACTIONS = (1.1, 1.0, 0.9, 0.8, 0.7)
-"""Utilizations tried for the clairvoyant scaler, until enough requests meet their goals."""
+"""Utilizations of the clairvoyant scaler, tried in order until enough requests meet their goals."""
 JUDGED = ("static peak", "penstock", "clairvoyant")
 TITLE = "penstock simulate scaling"
 ABOUT = (
@@ -200,7 +200,10 @@ def _play(case: Case, cold_start: float, trying: Trying) -> dict[str, tuple[Clus
 def _cheapest_clairvoyant(
     load: Sequence[Planned], plan: ClusterPlan, most: int, enough: float
 ) -> tuple[Cluster, Figures]:
-    """Run the clairvoyant with falling utilization until enough requests meet their goals."""
+    """Run the clairvoyant scaler at lower and lower utilization.
+
+    Returns the first run in which enough requests meet their goals, or else the last run.
+    """
     for busy in BUSY_FRACTIONS:
         cluster, of = simulate("clairvoyant", load, plan, most, busy)
         if of.kept >= enough:

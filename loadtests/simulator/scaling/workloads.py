@@ -61,7 +61,10 @@ def replicated(
 
 
 def steps(low: float, high: float, every: float) -> Callable[[float], float]:
-    """Return a rate function (time -> requests per second) that alternates `low` and `high`."""
+    """Return a function (time -> requests per second) that alternates between two rates.
+
+    The rate is `low` for `every` seconds, then `high` for `every` seconds, and so on.
+    """
     return lambda at: high if int(at / every) % 2 else low
 
 

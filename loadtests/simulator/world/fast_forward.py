@@ -11,7 +11,7 @@ from penstock.workers.scheduling.sequence import Ints, StepPlan
 
 
 class FastForward:
-    """Fast-forward of a batcher. Counts the steps that can be skipped and commits them at once."""
+    """Fast-forward of a batcher. Counts the steps that can be skipped and commits them together."""
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
@@ -41,10 +41,11 @@ class FastForward:
         return max(num, 0)
 
     def skip(self, drawn: Ints) -> None:
-        """Plan and commit the next steps at once. No step may be in flight.
+        """Plan and commit the next steps together. No step may be in flight.
 
         Args:
-            drawn: [steps, B] sampled tokens. None of these steps may need a scheduling decision.
+            drawn: [steps, B] sampled tokens of the B running sequences. None of these steps may
+                need a scheduling decision.
         """
         state, fast_path = self._state, self._fast_path
         if state.in_flight.plans or not fast_path.can_continue(state.batch.rows):

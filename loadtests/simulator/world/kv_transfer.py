@@ -90,7 +90,10 @@ class KvTransfer:
         self._sender.forget_peers(session.number)
 
     def _pin_lease(self, session: Session, key: Key, command: Send) -> OutgoingTransfer | None:
-        """Pin a lease's blocks. Return None without a lease, or if it ends at `have` or earlier."""
+        """Pin a lease's blocks from position `command.have` on.
+
+        Returns None without a lease, or if the lease has no position from `have` on.
+        """
         have, held = command.have, session.held.get(key)
         if held is None or not have < held.kv_len:
             return None

@@ -64,7 +64,7 @@ class Network:
         """Queue a fault for a path.
 
         Each later message on the path takes the oldest queued fault. Messages of `post`, and of
-        pipes that are not faulty, take none.
+        pipes that are not faulty, take no fault.
         """
         self._message_faults[way].append(MessageFault(how, seconds))
 

@@ -34,7 +34,7 @@ class Client(Protocol):
         ...
 
     def deliver_end(self, end: ev.DeliverEnd) -> None:
-        """Take the end of a choice without a new token."""
+        """Handle the end of a choice that comes without a new token."""
 
     def deliver_cached(self, num_tokens: int) -> None:
         """Take the number of cached prompt tokens."""
@@ -172,7 +172,7 @@ class Router:
         on_event: called with the router's name, each event, and the resulting commands.
         check: whether to check the dispatcher's invariants after each event.
         heartbeats: whether to send heartbeats to workers.
-        run_clients: the clients if all of them can take several tokens at once, otherwise None.
+        run_clients: the clients if all of them can take several tokens in one call, otherwise None.
         hash_key: secret that keys the block hashes. If it is b"", prompts are not hashed, and
             workers do not report their cached blocks.
     """
@@ -246,7 +246,10 @@ class Router:
             self.post(ev.ClientDisconnected(request))
 
     def append_runs(self, event: ev.Event | SteppedRuns) -> ev.Event:
-        """Append runs of tokens at once if the clients allow it. Return the remaining event."""
+        """Append the tokens of quiet steps in one call, if the clients allow it.
+
+        Returns the event that the dispatcher must still handle.
+        """
         if not isinstance(event, SteppedRuns):
             return event
         if self._run_clients is None or self._handling:

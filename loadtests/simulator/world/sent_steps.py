@@ -22,9 +22,10 @@ def send_steps(
     """Send the tokens of steps that ended at `ends`; `load` is the load after the last step.
 
     The tokens of messages that should already have arrived are merged into the next message. This
-    only changes the time at which the router receives these tokens. If the next message is late too
-    and `passed` is True, it is sent without the load. Otherwise the router would assume that the
-    load includes the message that was sent to the worker.
+    only changes the time at which the router receives these tokens. If that message should have
+    arrived already as well, and `passed` is True, the message is sent without the load. With the
+    load, the router would assume that the load includes a command that the worker has not processed
+    yet.
     """
     up = session.stream.up
     on_way = len(tokens) - 1

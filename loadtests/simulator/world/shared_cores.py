@@ -42,5 +42,5 @@ class SharedCores:
             other.catch_up()
 
     def slowdown(self, runner: Runner) -> float:
-        """Return the factor by which a step takes longer if the worker begins it now."""
+        """Return the factor by which a step takes longer if the worker begins the step now."""
         return 1 + self._sharing * (len(self._computing) - (runner in self._computing))

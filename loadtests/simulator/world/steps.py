@@ -45,11 +45,14 @@ class StepListener(Protocol):
         ...
 
     def is_load_known(self) -> bool:
-        """Return True if the routers know the load, apart from the changes of quiet steps."""
+        """Return True if the last load that was sent has the current queue and running sequences.
+
+        Other values of the load, which also change in quiet steps, are not compared.
+        """
         ...
 
     def on_idle(self) -> None:
-        """Handle the case that no step is due after messages were processed."""
+        """Handle the case that the worker has processed its messages and has no step to run."""
         ...
 
 

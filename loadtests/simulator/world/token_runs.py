@@ -1,4 +1,4 @@
-"""Appends the tokens of many quiet steps to the logs of their requests at once.
+"""Appends the tokens of many quiet steps to the logs of their requests in one call.
 
 The dispatcher would append them one by one, which takes a third of the time of a large simulation.
 This shortcut is possible because tokens in the middle of an answer change only the log, the
@@ -16,10 +16,10 @@ from penstock.router.routing.token_runs import TokenRun
 
 
 class RunClient(Protocol):
-    """A client that can take several tokens of one choice at once."""
+    """A client that can take several tokens of one choice in one call."""
 
     def deliver_run(self, position: int, num: int) -> None:
-        """Take `num` tokens from the answer's position `position` on."""
+        """Take the `num` tokens of the answer that begin at `position`."""
         ...
 
 

@@ -263,12 +263,12 @@ class Worker:
         self.on_plan()
 
     def is_load_known(self) -> bool:
-        """Return True if the routers know the load, apart from the changes of quiet steps."""
+        """Return True if `load` has the current numbers of queued and running sequences."""
         load, state = self.load, self.batcher.state
         return queue_sizes(state) == (load.queued, load.queued_tokens, load.running)
 
     def on_idle(self) -> None:
-        """Send the load to all routers when the worker becomes idle."""
+        """Send the load to all routers. Called when the worker becomes idle."""
         self.load = self._load()
         for session in self.sessions.values():
             self._put_load(session)

@@ -138,7 +138,7 @@ def reply(message: dict[str, Any]) -> None:
 
 
 class DestinationProcess:
-    """The destination process, seen from the source process."""
+    """Handle of the destination process, which the source process uses."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
