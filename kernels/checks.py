@@ -10,7 +10,7 @@ INTS = (torch.int32, torch.int64)
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
-"""The largest float8_e4m3fn."""
+"""Largest finite value of the dtype float8_e4m3fn."""
 
 
 def check(
@@ -25,9 +25,9 @@ def check(
     The last dimension of the tensor must be contiguous.
 
     Args:
-        name: name of the tensor, for the message.
+        name: name of the tensor in the error message.
         tensor: the tensor.
-        shape: for each dimension the required size, or a string if any size is allowed.
+        shape: for each dimension, the required size, or any string if every size is allowed.
         dtypes: the allowed dtypes.
         like: if given, `tensor` must be on the device of this tensor.
     """

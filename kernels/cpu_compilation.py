@@ -34,12 +34,14 @@ from penstock.kernels.step_graph import graph
 from penstock.kernels.step_graph.opcodes import Extensions
 
 MAX_LOCK_SECONDS = 180.0
-"""Maximum wait for a group that another process compiles; that process may be suspended."""
+"""Maximum wait for a group that another process compiles. The wait is limited, because the other
+process may be suspended; after the wait, this process compiles the group itself."""
 
 LOCK_POLL_SECONDS = 0.05
 
 MAX_LOAD_SECONDS = 0.5
-"""A process that holds a lock for longer than this is compiling; loading takes less time."""
+"""A process that holds a lock for longer than MAX_LOAD_SECONDS is compiling the group. To load a
+group from disk takes less time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +70,10 @@ def required_groups(
     single_rank: bool,
     experts: bool = False,
 ) -> list[KernelGroup]:
-    """Return the groups that a worker needs; groups that take longest to compile come first.
+    """Return the groups of loops that a worker needs, the slowest ones to compile first.
 
     Args:
-        device: the worker's device; on a GPU the list is empty.
+        device: the worker's device; for a GPU, the list is empty.
         weights: dtype of the weights.
         kv_cache: dtype of the KV cache.
         products: the kinds of products with quantized weights.
@@ -123,12 +125,12 @@ def _quantized_groups(
 
 
 class CpuKernelLoader:
-    """Loads groups of loops in a background thread.
+    """Loads groups of loops in a background thread; the constructor starts the thread.
 
     Args:
         groups: the groups to load.
-        notify: called once, in the background thread, when this process starts to compile, or to
-            wait for another process that compiles.
+        notify: called once, in the background thread, when this process starts to compile, or when
+            it starts to wait for another process that compiles.
         folder: folder of the lock files. Processes that share a disk cache must use the same
             folder. Default: a folder in the disk cache.
     """
@@ -150,7 +152,10 @@ class CpuKernelLoader:
 
     @property
     def has_compiled(self) -> bool:
-        """True once this process has begun to compile or to wait for a process that compiles."""
+        """True once this process has begun to compile or to wait for a process that compiles.
+
+        The value stays True after compiling has ended.
+        """
         return self._has_compiled
 
     @property
@@ -184,7 +189,7 @@ class CpuKernelLoader:
             with _lock(folder, group.name, 0.0) as is_held:
                 if is_held:
                     self._load(group)
-        # Then load the groups that other processes have compiled.
+        # Then wait for the groups that other processes had locked, and load them.
         for group in self._groups.values():
             if group.name not in self._loaded:
                 with _lock(folder, group.name, MAX_LOCK_SECONDS, self._record_compile):
@@ -206,10 +211,10 @@ def _lock_folder() -> Path:
 def _lock(
     folder: Path, name: str, seconds: float, notify: Callable[[], None] = lambda: None
 ) -> Iterator[bool]:
-    """Hold the lock of a group; yield whether the lock was acquired within `seconds`.
+    """Hold the lock of a group within this context; yield False if it was not acquired in time.
 
-    On a file system without locks, every process gets True. All processes then compile the same
-    group; the result is still correct.
+    On a file system without locks, every process gets True. Several processes may then compile the
+    same group, which is slower, but correct.
 
     Args:
         folder: folder of the lock files.

@@ -15,11 +15,12 @@ from torch import Tensor
 
 _counts: Counter[str] = Counter()
 _strict = False
-_device: torch.device | None = None  # GPU on which all operations must run; None: any device
+# GPU on which all operations must run, or None if they may run on any device
+_device: torch.device | None = None
 
 
 class KernelFallbackError(RuntimeError):
-    """An operation would run without its Triton kernel while `forbid_fallback` is active."""
+    """Raised if an operation would run without its Triton kernel during `forbid_fallback`."""
 
 
 def record_fallback(operation: str, device: torch.device, why: str) -> None:
@@ -46,7 +47,7 @@ def check_device(tensor: Tensor) -> None:
 
 
 def fallback_counts() -> dict[str, int]:
-    """Return for each operation how often it has run on a GPU without its Triton kernel."""
+    """Return how often each operation ran on a GPU without its Triton kernel."""
     return dict(_counts)
 
 
@@ -54,8 +55,9 @@ def fallback_counts() -> dict[str, int]:
 def forbid_fallback(device: torch.device | None = None) -> Iterator[None]:
     """Raise `KernelFallbackError` within this context if an operation runs without its kernel.
 
-    This applies to plain torch operations on a GPU. If `device` is a GPU, it also applies to CPU
-    versions. The setting is global, so only one thread at a time may use it.
+    The error is raised if plain torch operations would run on a GPU. If `device` is a GPU, the
+    error is also raised if the CPU version of an operation would run. The setting is global, so
+    only one thread at a time may use the context.
     """
     global _strict, _device
     before = _strict, _device

@@ -29,7 +29,7 @@ LARGE_GPU_BYTES = 70 << 30
 
 
 def default_sizes(memory_bytes: int | None) -> StepSizes:
-    """Return the default sizes for a GPU with `memory_bytes` bytes of memory; None: for a CPU.
+    """Return the default sizes for a GPU with `memory_bytes` of memory, or for a CPU if None.
 
     The token budgets of a GPU are those of vLLM for an API server
     (`EngineArgs.get_batch_defaults`), except that vLLM uses 2048 on any A100. `max_sequences` is
@@ -46,7 +46,7 @@ def default_sizes(memory_bytes: int | None) -> StepSizes:
 class WorkerConfig:
     """Settings of one worker. Raises ValueError, with a message of one line, if a value is invalid.
 
-    A size of None is derived from the model or the machine.
+    A size that is None is derived from the model or the machine.
     """
 
     name: str
@@ -55,7 +55,7 @@ class WorkerConfig:
     host: str = "127.0.0.1"  # address to bind; routers and other workers connect to it
     port: int = 0  # port to bind; 0 binds any free port
     token: str | None = field(default=None, repr=False)  # cluster token that routers must send
-    # Secret of the cluster that keys the hashes of cached blocks.
+    # Secret of the cluster; it is the key of the keyed hashes that identify cached blocks.
     hash_key: bytes = field(default_factory=new_hash_key, repr=False)
     # `step_sizes` gives the defaults of block_size, max_sequences and max_batched_tokens.
     block_size: int | None = None  # tokens per block
@@ -65,21 +65,21 @@ class WorkerConfig:
     max_model_len: int | None = None
     max_queued: int = 1024
     threads: int | None = None  # number of torch threads on a CPU
-    # number of threads while no other worker of this machine computes
+    # Number of threads while no other worker on this machine computes; None: always `threads`.
     max_threads: int | None = None
     dtype: str = "auto"  # auto: float32 on a CPU, bfloat16 on a GPU
-    quantization: str = "none"  # applied when weights are loaded; "float" dequantizes GGUF files
+    quantization: str = "none"  # conversion of weights at loading; "float" dequantizes GGUF files
     # "auto": bfloat16 if the weights are INT8 on a CPU, otherwise `dtype`. "fp8" and "int8": 8-bit
     # values with scales.
     kv_cache_dtype: str = "auto"
     attention_backend: str = "auto"  # "auto": Penstock's own kernels; other values need a GPU
     deterministic: bool = False  # deterministic mode: results do not depend on the batch
-    # admit sequences only to an empty batch, as a baseline for benchmarks
+    # Admit sequences only when the batch is empty. This setting is a baseline for benchmarks.
     static_batching: bool = False
     device: str = "auto"
     plan_ahead: bool | None = None  # plan a step while another is in flight; None: only on a GPU
-    # The worker sends a heartbeat after this time without a message. If a router sends nothing for
-    # ten times this time, the worker ends the router's stream.
+    # The worker sends a heartbeat to a router to which it has sent no message for this time. If a
+    # router sends nothing for ten times as long, the worker ends the router's stream.
     heartbeat_seconds: float = 0.5
     canary_seconds: float = 10.0  # time without a step after which a canary is sent
     transfer_seconds: float = 5.0  # a KV transfer without progress for this time is aborted

@@ -1,7 +1,8 @@
 """CPU loops of the gated activations, compiled by numba.
 
-The result for an element does not depend on the element's index: the vector loop and the loop over
-the remaining elements execute the same operations, and both fuse multiply-adds.
+The result for an element does not depend on the element's index. LLVM makes a vector loop and a
+loop over the remaining elements; the two loops execute the same operations, and both fuse
+multiply-adds.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -40,7 +41,8 @@ def gate_scratch() -> Any:
 def gate_columns(x: Floats, up: Floats, out: Floats, is_gelu: bool, scratch: Any) -> None:
     """Compute out = x / (1 + e^-u) * up for at most COLUMNS_AT_ONCE columns.
 
-    For silu, u = x. For gelu, u = 2 sqrt(2 / pi) (x + 0.044715 x^3).
+    For silu, u = x. For gelu, u = 2 sqrt(2 / pi) (x + 0.044715 x^3). `scratch` is from
+    `gate_scratch`.
     """
     size = len(x)
     bent, far, powers = scratch[0][:size], scratch[1][:size], scratch[2][:size]
@@ -95,7 +97,10 @@ def load() -> None:
 
 
 def run(gate_up: Floats, inner: int, is_gelu: bool, out: Floats, num_threads: int) -> None:
-    """Write the gated activation of `gate_up` (flat [T 2 I]) to `out` (flat [T I]). I = `inner`."""
+    """Write the gated activation of `gate_up` to `out`.
+
+    `gate_up` is [T, 2 inner] and `out` is [T, inner]; both are passed as flat arrays.
+    """
     run_serial_or_parallel(
         _serial, _parallel, gate_up, inner, is_gelu, out, num_threads=num_threads
     )

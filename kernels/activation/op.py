@@ -2,8 +2,8 @@
 
     y = f(gate) * up, with f = silu (SwiGLU) or the tanh approximation of gelu (GeGLU)
 
-`gate_up` is [T, 2 I]; the first half of its columns are the gates. The result is a new tensor
-[T, I] of the same dtype. On a GPU, the arithmetic is float32.
+`gate_up` is [T, 2 I], with one row per token; the first I columns are the gates. The result is a
+new tensor [T, I] of the same dtype. On a GPU, the arithmetic is float32.
 
 torch's sigmoid uses scalar code for the last elements of each thread's range, so the last bit of a
 result depends on the element's index. torch's `exp` does not have this problem, so the
@@ -43,7 +43,7 @@ def silu_and_mul_reference(gate_up: Tensor) -> Tensor:
 
 
 def silu_and_mul_batch_invariant(gate_up: Tensor) -> Tensor:
-    """Batch-invariant `silu_and_mul`: a result does not depend on the element's index."""
+    """Compute SwiGLU so that the result for an element does not depend on the element's index."""
     if use_triton(gate_up):
         return _gated(gate_up, "silu")
     if _runs_on_cpu_kernel(gate_up):
@@ -54,17 +54,20 @@ def silu_and_mul_batch_invariant(gate_up: Tensor) -> Tensor:
 
 
 def gelu_tanh_and_mul_batch_invariant(gate_up: Tensor) -> Tensor:
-    """Compute `gelu_tanh_and_mul`; on a CPU, float32 uses the loops of the CPU step graph."""
+    """Compute GeGLU so that the result for an element does not depend on the element's index.
+
+    For float32 on a CPU, this function runs the same numba loops as the CPU step graph.
+    """
     if not use_triton(gate_up) and _runs_on_cpu_kernel(gate_up):
         return _gate_cpu(gate_up, is_gelu=True)
     return gelu_tanh_and_mul(gate_up)
 
 
 def _runs_on_cpu_kernel(gate_up: Tensor) -> bool:
-    """Return whether the numba loops support this tensor: float32 on a CPU.
+    """Return whether the numba loops support this tensor, a float32 matrix on a CPU.
 
-    The results of the loops differ from torch's in the last bits, so the decision must not depend
-    on the number of rows.
+    The results of the loops differ from torch's results in the last bits. The decision must
+    therefore not depend on the number of rows.
     """
     plain = gate_up.device.type == "cpu" and gate_up.dtype == torch.float32
     return plain and gate_up.dim() == 2 and gate_up.numel() > 0 and has_numba()
@@ -124,7 +127,9 @@ def gelu_tanh_and_mul_reference(gate_up: Tensor) -> Tensor:
 
 
 def swiglu_oai(gate_up: Tensor, gain: float, limit: float) -> Tensor:
-    """Compute the gated activation of gpt-oss. Columns are interleaved: gate 0, up 0, gate 1, ...
+    """Compute the gated activation of gpt-oss.
+
+    The columns of `gate_up` are interleaved: gate 0, up 0, gate 1, up 1, ...
 
     The result is gate * sigmoid(gain * gate) * (up + 1). Before this computation, gate values are
     clamped to at most `limit`, and up values to the range [-limit, limit].

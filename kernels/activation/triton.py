@@ -15,12 +15,12 @@ def _gated_kernel(
     out,  # [T, I]
     row_stride,  # stride of the rows in `gate_up`, in elements
     gain,  # only for "clamped": factor of the gate inside the sigmoid
-    limit,  # only for "clamped": limit of the gate and of |up|, see `swiglu_oai`
+    limit,  # only for "clamped": largest gate and largest absolute value of up, see `swiglu_oai`
     KIND: tl.constexpr,  # "silu", "gelu" or "clamped"
     DIM: tl.constexpr,  # I
     COLUMNS: tl.constexpr,  # columns of the result per program
 ):
-    """Compute COLUMNS columns of one row of the result. Grid: [T, I / COLUMNS]."""
+    """Compute COLUMNS columns of one row of the result. The grid is [T, ceil(I / COLUMNS)]."""
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * COLUMNS
     columns = first + tl.arange(0, COLUMNS)
@@ -30,7 +30,7 @@ def _gated_kernel(
         pairs = 2 * first + tl.arange(0, 2 * COLUMNS)
         both = tl.load(source + pairs, mask=pairs < 2 * DIM, other=0.0).to(tl.float32)
         gate, up = tl.split(both.reshape(COLUMNS, 2))
-        # Triton's min and max would drop NaN. These comparisons keep NaN in the result.
+        # Triton's min and max would replace NaN by a number. These comparisons keep NaN.
         gate = tl.where(gate > limit, limit, gate)
         up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up)) + 1.0
         inner = gate * gain

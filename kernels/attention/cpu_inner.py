@@ -1,8 +1,10 @@
 """Inner loops of `cpu_paged`: scores, softmax weights and weighted sums of values.
 
+Shapes: G query heads per KV head, D features per head. A query row is one token and query head.
+
 Each loop has a version for few query rows (`qk_row`, `softmax_row`, `pv_row`) and a version for
-many (`qk_rows`, `softmax_rows`, `pv_rows`). Both versions compute every sum in the same order, so
-their results are bitwise identical:
+many (`qk_rows`, `softmax_rows`, `pv_rows`). The two versions compute every sum in the same order,
+so their results are bitwise identical:
 
 - A score is the sum of eight partial sums. Partial sum a_j adds the products of the features j,
   j + 8, j + 16, ... in this order, with fused multiply-adds. With h_j = a_j + a_(j + 4), the score
@@ -12,8 +14,8 @@ their results are bitwise identical:
   1 / (sum of the weights).
 
 The version for few rows computes one row at a time, with the eight partial sums in the lanes of a
-vector. The version for many rows computes one row per lane. It is faster, because it never adds the
-lanes of a vector.
+vector. The version for many rows computes one row per lane. The latter is faster, because it never
+adds the lanes of one vector to each other.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -64,7 +66,7 @@ def exp(x: Floats, powers: Ints) -> None:
     factors = powers.view(np.float32)
     for i in range(len(x)):
         t = x[i] * _LOG2_E
-        if t < _f32(-127):  # an `if`, because max() may replace a NaN by -127
+        if t < _f32(-127):  # not max(), because max() may replace a NaN by -127
             t = _f32(-127)
         n = np.floor(t + _f32(0.5))
         f = t - n
@@ -77,9 +79,9 @@ def exp(x: Floats, powers: Ints) -> None:
 
 @inner(fastmath=_FASTMATH)
 def _apply_score_mod(score: Any, cap: float, slope: Any, distance: int) -> Any:
-    """Return one score with soft cap (if `cap` > 0) and ALiBi slope applied.
+    """Return `score` after the soft cap (if `cap` > 0) and the ALiBi slope (if not 0).
 
-    `distance` is the position of the key minus the position of the query, <= 0.
+    `distance` (<= 0) is the position of the key minus the position of the query.
     """
     if cap > 0:
         score = cap * math.tanh(score / cap)
@@ -90,9 +92,10 @@ def _apply_score_mod(score: Any, cap: float, slope: Any, distance: int) -> Any:
 
 @inner(fastmath=_FASTMATH)
 def _one_over(total: Any, most: float, sink: float) -> Any:
-    """Return 1 / (`total` + weight of the sink); a `sink` of -inf has no weight.
+    """Return the factor 1 / (`total` + weight of the sink) that normalizes a row's softmax weights.
 
-    `most` is the largest score of the row.
+    `total` is the sum of the weights, and `most` is the largest score of the row. A `sink` of -inf
+    means that there is no sink.
     """
     if sink > -np.inf:
         total += _f32(math.exp(sink - most))
@@ -117,8 +120,9 @@ def qk_row(
 ) -> None:  # fmt: skip
     """Compute `scores[at + s]` of one query row for the positions s in [begin, end).
 
-    The key of position s begins at `rows[row_at + s * head_dim]`. The loop also prefetches the
-    elements [ahead, ahead + prefetch_size) of `later` at an even pace, unless `ahead` is -1.
+    The query row begins at `q[q_at]`, and the key of position s at `rows[row_at + s * head_dim]`.
+    Unless `ahead` is -1, the loop also prefetches the elements [ahead, ahead + prefetch_size) of
+    `later`. The prefetches are spread evenly over the loop.
     """
     whole = head_dim - head_dim % 8
     line = 64 // later.itemsize
@@ -129,7 +133,7 @@ def qk_row(
         while ahead < upto:
             prefetch(later, ahead)
             ahead += line
-        # Four positions per iteration; position `end - 1` replaces positions past the end.
+        # Each iteration computes four positions. Position `end - 1` replaces positions past it.
         s1, s2, s3 = min(s + 1, end - 1), min(s + 2, end - 1), min(s + 3, end - 1)
         k0, k1 = row_at + s * head_dim, row_at + s1 * head_dim
         k2, k3 = row_at + s2 * head_dim, row_at + s3 * head_dim
@@ -156,10 +160,10 @@ def softmax_row(
     scores: Floats, at: int, low: int, seen: int, cap: float, slope: float, sink: float,
     powers: Ints, spare: Floats,
 ) -> Any:  # fmt: skip
-    """Replace the scores of positions [low, seen) by unnormalized softmax weights.
+    """Replace one query row's scores of the positions [low, seen) by unnormalized softmax weights.
 
-    Soft cap and slope are applied to the scores first. The return value is the factor by which the
-    weights must be multiplied to normalize them.
+    The score of position s is `scores[at + s]`. The function first applies soft cap and slope to
+    the scores. It returns the factor by which the weights must be multiplied to normalize them.
     """
     if cap > 0 or slope != 0:
         for s in range(low, seen):
@@ -192,8 +196,8 @@ def pv_row(
 ) -> None:  # fmt: skip
     """Add `probs[at + s]` times the value row of position s to `sums`, for s in [begin, end).
 
-    The value row of position s begins at `rows[row_at + s * head_dim]`. The loop prefetches
-    elements of `later` in the same way as `qk_row`.
+    `sums` of the query row begin at index `sums_at`. The value row of position s begins at
+    `rows[row_at + s * head_dim]`. The loop prefetches elements of `later`, as `qk_row` does.
     """
     i = 0
     line = 64 // later.itemsize
@@ -229,10 +233,10 @@ def _chains(
     q: Floats, at: int, height: int, rows: Floats, k0: int, k1: int, k2: int, k3: int,
     first: int, head_dim: int,
 ) -> Any:  # fmt: skip
-    """Return the partial scores of two vectors of query rows with four keys.
+    """Return one of the eight partial sums of the scores of 2 * VECTOR_WIDTH query rows and 4 keys.
 
-    A partial score sums the products of the features `first`, `first` + 8, `first` + 16, ... A
-    vector holds the same feature of VECTOR_WIDTH query rows.
+    The partial sum adds the products of the features `first`, `first` + 8, `first` + 16, ... The
+    result is two vectors for each key; each vector has one lane per query row.
     """
     a0 = a1 = b0 = b1 = c0 = c1 = d0 = d1 = splat_wide(_f32(0))
     for i in range(first, head_dim, 8):
@@ -284,8 +288,9 @@ def _mask(
 ) -> None:  # fmt: skip
     """Apply soft cap and slopes to the scores of all query rows, and mask scores with -inf.
 
-    `bounds` is a range (first, last) of positions, `last` excluded. For each query row, the
-    positions within `bounds` that the row does not attend to are masked.
+    `bounds` is a range (first, last) of positions, `last` excluded. Each query row gets -inf as
+    the score of every position within `bounds` that the row does not attend to. `tile` is the
+    same as in `softmax_rows`.
     """
     count, context, behind = tile
     for r in range(count * group):
@@ -306,11 +311,11 @@ def softmax_rows(
     scores: Floats, height: int, group: int, tile: tuple[int, int, int], cap: float,
     slopes: Floats, sinks: Floats, powers: Ints, most: Floats, totals: Floats, ones: Floats,
 ) -> None:  # fmt: skip
-    """Compute `softmax_row` for all query rows; write the normalizing factors to `ones`.
+    """Do the work of `softmax_row` for all query rows; write the normalizing factors to `ones`.
 
     `tile` is (number of tokens, context length of the first token, window). `slopes` and `sinks`
     are [G], `ones` is [height]. `powers` [8 height], `most` [height] and `totals` [8 height] are
-    scratch.
+    scratch buffers.
     """
     count, context, behind = tile
     first, last = max(context - behind, 0) // 8 * 8, (context + count + 6) // 8 * 8
@@ -343,7 +348,7 @@ def pv_rows(
     probs: Floats, height: int, rows: Floats, row_at: int, begin: int, end: int, head_dim: int,
     sums: Floats,
 ) -> None:  # fmt: skip
-    """Compute the weighted sums of values, as `pv_row` does, for all query rows.
+    """Do the work of `pv_row` for all query rows: add the weighted values to `sums`.
 
     `probs` is [positions, height] and `sums` [D, height], with one column per query row.
     """

@@ -1,12 +1,13 @@
 """CPU kernel of paged attention. The kernel reads the blocks of the KV cache in place.
 
-See `attention/op` for the operation. The loops are compiled by numba and use float32 arithmetic
-over a cache of any format (`kv_cache/cpu_blocks`). Compiling takes some seconds, only once per
-machine: the compiled code is cached on disk.
+See `attention/op` for the operation and for the letters of shapes. The loops are compiled by numba
+and use float32 arithmetic over a cache of any format (`kv_cache/cpu_blocks`). Compiling takes some
+seconds, but only once per machine, because the compiled code is cached on disk.
 
 A tile is a range of consecutive query tokens of one sequence. A work item is a tile and a KV head;
-one thread computes each work item. The order in which a token's sums are computed depends only on
-the token's position, not on the other tokens of its tile or batch (`attention/cpu_inner`).
+one thread computes each work item. A query row is one token and one query head of the work item.
+The order in which a token's sums are computed depends only on the token's position, not on the
+other tokens of the token's tile or batch (`attention/cpu_inner`).
 """
 
 from functools import cache
@@ -32,16 +33,20 @@ from penstock.kernels.kv_cache.cpu_blocks import as_f32, convert_block, page_siz
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
 Rows: TypeAlias = npt.NDArray[Any]
-"""A flat KV cache, with a dtype as in `kv_cache/cpu_blocks`."""
+"""The KV cache as a flat array, with one of the dtypes of `kv_cache/cpu_blocks`."""
 
 PREFETCHED_BLOCKS = 4
-"""Prefetch distance in pages. A page holds the keys or the values of one head and one block. The
-hardware prefetcher cannot predict the next page, because its address is in the block table."""
+"""Prefetch distance in pages. A page contains the keys or the values of one KV head and one block.
+The hardware prefetcher cannot predict the address of the next page, because the address depends on
+the block table."""
 
 
 @inner()
 def _visible(at: int, block_size: int, low: int, high: int) -> tuple[int, int]:
-    """Return the positions of block `at` that are within [low, high), as a range (begin, end)."""
+    """Return the range (begin, end) of the positions of block `at` that are within [low, high).
+
+    `at` is the number of the block in its sequence.
+    """
     return max(at * block_size, low), min((at + 1) * block_size, high)
 
 
@@ -49,7 +54,7 @@ def _visible(at: int, block_size: int, low: int, high: int) -> tuple[int, int]:
 def _own(
     at: int, block_size: int, tile: tuple[int, int, int], group: int, row: int
 ) -> tuple[int, int]:
-    """Return the range (begin, end) of positions of block `at` that query row `row` attends to.
+    """Return the range (begin, end) of the positions of block `at` that one query row attends to.
 
     `row` is the number of the query row within the tile.
     """
@@ -59,7 +64,10 @@ def _own(
 
 @inner()
 def _page_of(table: Ints, at: int, kv_layout: tuple[int, int, int], size: int) -> int:
-    """Return the offset in the cache of the keys of block `at`; pages have `size` elements."""
+    """Return the index in the flat cache of the key page of block `at` of a sequence.
+
+    A page has `size` elements.
+    """
     page: int = (table[at] * kv_layout[0] + kv_layout[1]) * size
     return page
 
@@ -77,9 +85,11 @@ def _page_at(
     number: int, blocks: tuple[int, int], table: Ints, kv_layout: tuple[int, int, int],
     size: int, values_at: int,
 ) -> int:  # fmt: skip
-    """Return the offset in the cache of page `number` of a work item; -1 if there is no such page.
+    """Return the index in the flat cache of page `number` of a work item.
 
-    A page holds the keys or the values of one block. Pages of keys have the lower numbers.
+    The result is -1 if there is no page with this number. `blocks` is the result of
+    `visible_blocks`. The first pages are the keys of these blocks, and the other pages are the
+    values. A page has `size` elements.
     """
     first, count = blocks
     if not 0 <= number < 2 * count:
@@ -90,9 +100,10 @@ def _page_at(
 
 @inner()
 def _line_at(page: int, chunk: int, size: int) -> int:
-    """Return the offset of chunk number `chunk` of a page; each chunk has `size` elements.
+    """Return the index in the flat cache of part number `chunk` of a page.
 
-    `page` is the offset of the page, or -1 if there is no page. Without a page, return -1.
+    Each part has `size` elements. `page` is the index of the page, or -1 if there is no page. In
+    the latter case, the result is -1.
     """
     return page + chunk * size if page >= 0 else -1
 
@@ -114,18 +125,18 @@ def attend_few_rows(
 ) -> None:  # fmt: skip
     """Compute attention for a tile with few query rows and one KV head, one query row at a time.
 
-    The loops also prefetch the later pages of this work item and the first pages of the next work
-    item.
+    The loops also prefetch pages that will be read next, first of this work item, and at its end
+    of the next work item.
 
     Args:
         start: index in `query` of the tile's first token.
         tile: (number of tokens, context length of the first token, window).
-        kv_layout: (number of KV heads, index of this head, block size).
+        kv_layout: (number of KV heads, index of this KV head, block size).
         query: [T, Hq, D].
         rows: the cache as a flat array.
         values_at: index in `rows` at which the values begin.
         table: [M] block table of the sequence.
-        scale: scores are multiplied by this.
+        scale: factor of the scores.
         cap: soft cap of the scores; 0 for none.
         sinks: [G] sinks of the query heads that read this KV head; -inf for none.
         slopes: [G] ALiBi slopes of the query heads that read this KV head; 0 for none.
@@ -199,9 +210,10 @@ def attend_many_rows(
     slopes: Floats, q: Floats, scores: Floats, powers: Ints, sums: Floats, most: Floats,
     totals: Floats, ones: Floats, scratch: Floats, out: Floats,
 ) -> None:  # fmt: skip
-    """Compute attention for a tile with many query rows: one row per vector lane.
+    """Compute attention for a tile with many query rows and one KV head, one row per vector lane.
 
-    The arguments are those of `attend_few_rows`. This function does not prefetch.
+    The arguments are those of `attend_few_rows`, except that `most` and `totals` are two more
+    scratch buffers. This function does not prefetch.
     """
     count, context, behind = tile
     block_size, head = kv_layout[2], kv_layout[1]
@@ -260,20 +272,20 @@ def _paged_attention(
     num_heads: int,
     block_size: int,
     tables: Ints,  # [B, M] block tables
-    # [P, 4] int32, one row per tile: sequence, first token, number of tokens, context length.
-    # The first token is an index in `query`. The context length is that of the first token.
+    # [P, 4] int32, one row per tile: number of the sequence, index in `query` of the tile's first
+    # token, number of tokens, context length of the first token.
     tiles: Ints,
-    window: int,  # number of positions that a token attends to; 0: all
-    scale: float,  # scores are multiplied by this
-    cap: float,  # soft cap of the scores; 0: none
-    sinks: Floats,  # [Hq]; -inf: no sink
-    slopes: Floats,  # [Hq] ALiBi slopes; 0: none
+    window: int,  # number of positions that a token attends to; 0 means all
+    scale: float,  # factor of the scores
+    cap: float,  # soft cap of the scores; 0 if there is none
+    sinks: Floats,  # [Hq] sink of each query head; -inf if the head has none
+    slopes: Floats,  # [Hq] ALiBi slope of each query head; 0 if the head has none
     out: Floats,  # [T, Hq, D] result
     num_threads: int,
 ) -> None:
-    """Compute attention for all tiles and write the rows of their tokens to `out`.
+    """Compute attention for all tiles and write the results of their tokens to `out`.
 
-    Slots that no token of a tile attends to are not read.
+    The kernel reads only slots that some token of a tile attends to.
     """
     num_tiles, head_dim = len(tiles), query.shape[2]
     group = query.shape[1] // num_heads

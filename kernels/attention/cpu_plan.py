@@ -1,8 +1,9 @@
 """Plans attention that reads the blocks in place on a CPU, and calls the kernel.
 
 The kernel (`cpu_paged`) uses float32 arithmetic over a cache of float32, bfloat16, FP8 or INT8
-(`kv_cache/format`). There is one compiled version per format; `load_cpu_kernels` or the first call
-compiles it.
+(`kv_cache/format`). Each of these formats has its own compiled version of the kernel.
+`load_cpu_kernels` or the first call of a version compiles the version. See `attention/op` for the
+letters of shapes.
 """
 
 import math
@@ -24,7 +25,7 @@ Ints = npt.NDArray[np.integer[Any]]
 def supports_cpu_paged(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether the CPU kernel supports a KV cache of this dtype on this device.
 
-    If not, attention is computed with plain torch operations.
+    If the kernel does not support the cache, attention is computed with plain torch operations.
     """
     return device.type == "cpu" and bool(format_of(dtype).array_dtype)
 
@@ -35,8 +36,8 @@ def load_cpu_kernels(dtype: torch.dtype) -> None:
 
 
 MAX_ROWS = 96
-"""Maximum number of rows of a tile; a tile of a single token may have more. The number of rows is
-tokens times query heads per KV head. All rows of a tile share each read of a block."""
+"""Maximum number of query rows of a tile; a tile of a single token may have more. A tile has tokens
+times query heads per KV head rows. The kernel reads a block once for all rows of a tile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +45,11 @@ class CpuPagedPlan:
     """Plan of one step for all query tokens of some sequences of the batch."""
 
     tables: npt.NDArray[np.int32]  # [B, M] block tables of the whole batch
-    # [P, 4], one row per sequence: sequence, first query token, number of tokens, context length.
-    # The first token is an index in the batch. The context length is that of the first token.
+    # [P, 4], one row per sequence of this plan: number of the sequence, index in the batch of its
+    # first query token, number of query tokens, context length of the first query token.
     spans: Ints
     window: int
-    # Cache of the results of `_tiles`; the key is the maximum number of tokens per tile.
+    # Stores the results of `_tiles`; the key is the maximum number of tokens per tile.
     tiles: dict[int, npt.NDArray[np.int32]] = field(default_factory=dict)
 
     @classmethod
@@ -65,7 +66,10 @@ class CpuPagedPlan:
         return cls(np.ascontiguousarray(tables, np.int32), spans, window)
 
     def _tiles(self, tokens: int) -> npt.NDArray[np.int32]:
-        """Return the tiles [P, 4] that `cpu_paged` reads, with at most `tokens` tokens each."""
+        """Return the tiles [P, 4] for `cpu_paged`. A tile has at most `tokens` tokens.
+
+        The columns are those of `spans`.
+        """
         if tokens not in self.tiles:
             lengths = self.spans[:, 2]
             num_tiles = -(-lengths // tokens)
@@ -80,11 +84,11 @@ class CpuPagedPlan:
         return self.tiles[tokens]
 
     def attend_(self, out: Tensor, query: Tensor, layer: Tensor, scores: ScoreMod = PLAIN) -> None:
-        """Compute attention for the tokens of this plan and write their rows of `out`.
+        """Compute attention for the tokens of this plan, and write the results to `out`.
 
         Args:
-            out: [T, Hq, D] contiguous. If `out` is not float32, results are rounded to its dtype,
-                and rows of tokens that are not in the plan get undefined values.
+            out: [T, Hq, D] contiguous. If the dtype of `out` is not float32, results are rounded
+                to this dtype, and rows of tokens that are not in the plan get undefined values.
             query: [T, Hq, D] of the whole batch.
             layer: [2, N, H, S, W], or [1, N, 1, S, W] if the keys are also the values; W is D,
                 or D + 2 for codes with scales (`kv_cache/format`).

@@ -5,15 +5,16 @@ to [0, p] if there is no window. Keys K and values V are read through the sequen
 
     out_t = softmax(q_t K^T / sqrt(D)) V
 
-query is [T, Hq, D]. One layer's cache is [2, N, H, S, W] (see `kv_cache/op`) and already holds
-this step's keys and values. Query heads [h G, (h + 1) G) read KV head h, with G = Hq / H. Slots
-that no token attends to may contain anything, NaN included. `ScoreMod` can change the scores before
-the softmax. On a CPU a float32 query may read a bfloat16 cache; the arithmetic is then float32. A
-query of any dtype may read an FP8 or INT8 cache.
+The query is [T, Hq, D]: T tokens of the step, Hq query heads, D features per head. One layer's
+cache is [2, N, H, S, W] (see `kv_cache/op`) and already contains this step's keys and values. The
+step has B sequences, and the block tables are [B, M]. Query heads [h G, (h + 1) G) read KV head h,
+with G = Hq / H. Slots that no token attends to may contain any value, also NaN. `ScoreMod` can
+change the scores before the softmax. On a CPU, a float32 query may read a bfloat16 cache; the
+arithmetic is then float32. A query of any dtype may read an FP8 or INT8 cache.
 
 `plan_attention` prepares everything that depends only on the batch. It is called once per step for
-all layers with the same window. If the lengths are on the GPU, `plan_attention_on_device` is used.
-On a GPU, Triton kernels read the blocks in place (`attention/triton`, planned by
+all layers with the same window. If the lengths are on the GPU, `plan_attention_on_device` is called
+instead. On a GPU, Triton kernels read the blocks in place (`attention/triton`, planned by
 `attention/triton_plan` and launched by `attention/triton_launch`). On a CPU, numba loops read the
 blocks of single tokens and short sequences in place (`attention/cpu_plan`). For other sequences,
 torch computes attention over gathered blocks (`attention/torch_gather`).
@@ -40,7 +41,8 @@ from penstock.kernels.triton_common.launch import use_triton
 Ints: TypeAlias = npt.NDArray[np.integer]
 
 MIN_SHARED_TOKENS = 8
-"""Smallest decode batch that uses cascade attention for a shared prefix; not measured yet."""
+"""Smallest number of decoding sequences for which cascade attention is used for a shared prefix.
+This value has not been chosen by measurement yet."""
 
 
 class BackendPlan(Protocol):
@@ -61,7 +63,7 @@ class AttentionPlan:
 
 
 def runs_kernel(layer: Tensor) -> bool:
-    """Return whether Triton kernels compute attention over this layer of the cache."""
+    """Return whether attention over this layer of the cache is computed by Triton kernels."""
     reads = layer.dtype in FLOATS or format_of(layer.dtype).has_scales
     return reads and num_features(layer) <= 256 and use_triton(layer)
 
@@ -120,12 +122,13 @@ def plan_attention_on_device(
     max_context: int,
     window: int = 0,
 ) -> AttentionPlan:
-    """Version of `plan_attention` for Triton kernels; takes int32 tensors on the layer's device.
+    """Plan the attention of one step from int32 tensors on the layer's device, for Triton kernels.
 
-    `planner` was prepared with the lengths of this step. The host does not read the values of the
-    tensors. A captured CUDA graph remains valid when the values change, if `planner` is prepared
-    before each replay. The caller must ensure that the values satisfy the conditions of
-    `check_batch`, and that every context has at most `max_context` positions.
+    The caller must have called `planner.prepare` with the lengths of this step. The host does not
+    read the values of the tensors. The values may therefore differ at each replay of a captured
+    CUDA graph, if `planner.prepare` is called before each replay. The caller must ensure that the
+    values satisfy the conditions of `check_batch`, and that every context has at most `max_context`
+    positions. The other arguments are those of `plan_attention`.
     """
     _check_layer(layer)
     batch = Batch(query_starts, context_lens, block_tables)
@@ -134,17 +137,17 @@ def plan_attention_on_device(
 
 
 def reads_bf16(layer: Tensor) -> bool:
-    """Return whether float32 queries may read this layer of the cache.
+    """Return whether this layer of the cache is bfloat16, and float32 queries may read it.
 
-    The layer must be bfloat16, on a CPU, and read without Triton.
+    They may read it on a CPU, unless Triton is used.
     """
     return layer.dtype == torch.bfloat16 and layer.device.type == "cpu" and not use_triton(layer)
 
 
 def _shared_positions(context_lens: Ints, block_tables: Ints, block_size: int) -> int:
-    """Return the number of positions in the blocks that all sequences share as a prefix.
+    """Return the length, in positions, of the prefix of full blocks that all sequences share.
 
-    The block with the last position of the shortest sequence is not counted.
+    The block with the last position of the shortest sequence is not part of the prefix.
     """
     width = int(context_lens.min() - 1) // block_size
     if not width or (block_tables[:, 0] != block_tables[0, 0]).any():
@@ -213,7 +216,10 @@ def check_batch(
 
 
 def check_device_batch(batch: Batch, layer: Tensor, max_context: int) -> None:
-    """Raise ValueError if a shape, dtype or device is wrong. The tensors' values are not read."""
+    """Raise ValueError if a shape, dtype or device of the batch is wrong.
+
+    `max_context` must fit into the block tables. The function does not read the tensors' values.
+    """
     int32 = (torch.int32,)
     check("context_lens", batch.context_lens, ("B",), int32, like=layer)
     num_rows = len(batch.context_lens)
@@ -259,7 +265,10 @@ def paged_attention_reference(
     window: int = 0,
     scores: ScoreMod = PLAIN,
 ) -> Tensor:
-    """Reference for `plan_attention` and `paged_attention`: a loop over sequences and heads."""
+    """Compute the result that tests expect of `plan_attention` and `paged_attention`.
+
+    This slow reference loops over sequences and heads.
+    """
     num_heads, block_size = layer.shape[2:4]
     layer = dequantize(layer, query.dtype)
     out = torch.empty_like(query)

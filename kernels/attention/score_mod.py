@@ -5,8 +5,8 @@
     s = s + slope (j - i)         ALiBi, for a query at position i and a key at position j
     out = softmax([s, sink]) V    attention sink (gpt-oss)
 
-A sink is one extra score per head. It takes part in the softmax, but it has no value vector, so its
-softmax weight is dropped.
+A sink is one extra score per query head. The sink takes part in the softmax, but it has no value
+vector, so its softmax weight is dropped.
 """
 
 from dataclasses import dataclass
@@ -18,12 +18,15 @@ from torch.nn import functional
 
 @dataclass(frozen=True, slots=True)
 class ScoreMod:
-    """Changes to attention scores before the softmax. The default, only a scale, is fastest."""
+    """Changes to attention scores before the softmax.
 
-    scale: float | None = None  # scores are multiplied by this; None: 1 / sqrt(D)
-    cap: float = 0.0  # soft cap; 0: none
-    sinks: Tensor | None = None  # [Hq] attention sinks
-    slopes: Tensor | None = None  # [Hq] ALiBi slopes
+    The default only scales the scores. It is the fastest.
+    """
+
+    scale: float | None = None  # factor of the scores; None means 1 / sqrt(features per head)
+    cap: float = 0.0  # soft cap; 0 if there is none
+    sinks: Tensor | None = None  # attention sink of each query head; None if there are none
+    slopes: Tensor | None = None  # ALiBi slope of each query head; None if there are none
 
 
 PLAIN = ScoreMod()
@@ -40,11 +43,11 @@ def attend(
     """Compute attention with torch.
 
     Args:
-        query: [..., L, D].
-        keys: [..., M, D], with the leading dimensions of `query`.
+        query: [..., L, D], with L query rows of D features.
+        keys: [..., M, D], with M positions and the leading dimensions of `query`.
         values: [..., M, D].
         mask: 0, or -inf where a query does not attend to a key; broadcastable to [..., L, M].
-            None means causal, and L must equal M.
+            None means a causal mask; L must then equal M.
         scores: changes to the scores. Sinks must broadcast to [..., L, 1], slopes to [..., L, M].
         distances: key position minus query position, broadcastable to [..., L, M]; required if
             there are slopes.

@@ -1,12 +1,13 @@
 """Paged attention without Triton: torch computes attention over gathered blocks.
 
-See `attention/op` for the operation. There are three cases:
+See `attention/op` for the operation and for the letters of shapes. There are three cases:
 
-- If the numba kernel (`cpu_plan`) supports the cache, it reads sequences with one query token and
-  short sequences in place; with `one_path`, it reads all sequences in place.
-- The blocks of other sequences with one query token are gathered into padded batches of similar
-  context lengths. The query heads of a KV head are packed as rows.
-- The blocks of every remaining sequence (with several query tokens) are gathered separately.
+- If the numba kernel (`cpu_plan`) supports the cache, this kernel reads sequences with one query
+  token and short sequences in place. With `one_path`, it reads all sequences in place.
+- The blocks of other sequences with one query token are gathered into padded batches. The
+  sequences of a batch have similar context lengths. The query heads of a KV head become the rows
+  of one matrix.
+- The blocks of each remaining sequence (with several query tokens) are gathered separately.
 """
 
 from collections.abc import Iterator
@@ -25,22 +26,22 @@ from penstock.kernels.kv_cache.format import dequantize
 Ints: TypeAlias = npt.NDArray[np.integer]
 
 SPLIT_BYTES = 1 << 19
-"""Split a padded batch if the split saves more than this many bytes of padding. An additional
-batch takes as long as reading this many bytes (measured)."""
+"""A padded batch is split if this saves more than SPLIT_BYTES bytes of padding. The time for an
+additional batch equals the time for reading this number of bytes (measured)."""
 
 MAX_PADDING = 512
-"""Longest context, in positions, of a chunk that is read in place. Compared with gathering, reading
-in place is a fifth faster at 128 positions, equally fast at 512, and a sixth slower at 1,024."""
+"""Longest context, in positions, for which a chunk is read in place. Reading in place is a fifth
+faster than gathering at 128 positions, equally fast at 512, and a sixth slower at 1,024."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Decodes:
     """A batch of sequences with one query token each, padded to M blocks per sequence."""
 
-    tokens: Tensor | None  # [B] row numbers in the query; None: all rows, in order
-    blocks: Tensor  # [2 B H M] row numbers in the cache, viewed as [2 N H, S W]
+    tokens: Tensor | None  # [B] numbers of the query rows; None means all rows, in order
+    blocks: Tensor  # [2 B H M] numbers of the pages, as rows of the cache viewed as [2 N H, S W]
     unseen: Tensor  # numbers of masked rows of the gathered blocks, viewed as [2 B H M S, D]
-    mask: Tensor  # [B, 1, 1, M S] 0 or -inf
+    mask: Tensor  # [B, 1, 1, M S] 0, or -inf at masked positions
     own: Tensor  # [B] index of each token's own position among the M S gathered positions
 
 
@@ -49,9 +50,10 @@ class _Chunk:
     """The plan of one sequence with several query tokens."""
 
     tokens: slice  # rows of the query that hold the sequence's tokens
-    blocks: Tensor  # [2 H M] row numbers in the cache, viewed as [2 N H, S W]
+    blocks: Tensor  # [2 H M] numbers of the pages, as rows of the cache viewed as [2 N H, S W]
     context: slice  # range of the gathered positions that some token attends to
-    # [tokens, context] 0 or -inf. None means causal: the chunk is then the whole context.
+    # [tokens, context] 0, or -inf at masked positions. None means a causal mask, for a chunk that
+    # is the whole context.
     mask: Tensor | None
 
 
@@ -59,10 +61,11 @@ class _Chunk:
 class GatheredPlan:
     """Plan of one step without Triton, for all layers with the same window."""
 
-    paged: CpuPagedPlan | None  # plan of the sequences that are read in place; None: no sequence
+    paged: CpuPagedPlan | None  # plan of the sequences read in place; None if there are none
     decodes: list[_Decodes]
     chunks: list[_Chunk]
-    # [R, S W] scratch, reused for every batch and chunk; R is the largest length of their `blocks`.
+    # Buffer [R, S W] for gathered pages, reused for every batch and chunk. R is the largest length
+    # of a `blocks` tensor in `decodes` and `chunks`.
     gathered: Tensor
 
     @classmethod
@@ -158,9 +161,10 @@ class GatheredPlan:
 
 
 def _gather_kv(gathered: Tensor, layer: Tensor, blocks: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the pages with the numbers `blocks`, converted to `dtype`: contiguous, n S D elements.
+    """Return the pages with the numbers `blocks`, converted to `dtype`.
 
-    `gathered` is scratch; the result may be a view of it.
+    A page is the keys or the values of one block and KV head. The result is contiguous and has
+    len(blocks) S D elements. `gathered` is a scratch buffer; the result may be a view of it.
     """
     rows, found = layer.view(-1, gathered.shape[1]), gathered[: len(blocks)]
     if layer.dtype == dtype:
@@ -171,7 +175,7 @@ def _gather_kv(gathered: Tensor, layer: Tensor, blocks: Tensor, dtype: torch.dty
 
 
 def _by_head(scores: ScoreMod, num_heads: int, trailing: int) -> ScoreMod:
-    """Return `scores` with sinks and slopes [Hq] viewed as [H, G, 1, ...].
+    """Return a copy of `scores` in which sinks and slopes [Hq] are viewed as [H, G, 1, ...].
 
     `trailing` is the number of dimensions of size 1.
     """
@@ -190,16 +194,18 @@ class _Planner:
         _, self.num_blocks, self.num_heads, self.block_size, slot = layer.shape
         self.tables = block_tables
         self.window = window
-        # dtype of the masks: float32 on a CPU, where float32 queries may read a bfloat16 cache.
+        # dtype of the masks. On a CPU it is float32, because float32 queries may read a bfloat16
+        # cache.
         plain = layer.itemsize > 1 and layer.device.type != "cpu"
         self.dtype = layer.dtype if plain else torch.float32
         self.device = layer.device
         self.block_bytes = 2 * self.num_heads * self.block_size * slot * layer.itemsize
 
     def seen_blocks(self, query_len: int, contexts: Ints) -> tuple[Ints, Ints]:
-        """Return the first block and the number of blocks that each sequence attends to.
+        """Return, for each sequence, the first block and the number of blocks that it attends to.
 
-        Each sequence has `query_len` query tokens; `contexts` are the context lengths.
+        Each sequence has `query_len` query tokens. `contexts` are the context lengths of the
+        sequences. Blocks are counted from the start of their sequence.
         """
         last = (contexts - 1) // self.block_size
         if not self.window:
@@ -209,9 +215,10 @@ class _Planner:
         return first, last + 1 - first
 
     def similar_lengths(self, rows: Ints, context_lens: Ints) -> Iterator[Ints]:
-        """Yield the sequences `rows` in groups of similar context length.
+        """Yield the sequences with the numbers `rows` in groups of similar context length.
 
-        Each split saves more than SPLIT_BYTES of padding.
+        The sequences are split into more groups as long as a split saves more than SPLIT_BYTES of
+        padding.
         """
         if not len(rows):
             return
@@ -233,7 +240,8 @@ class _Planner:
         contexts = context_lens[rows]
         first, num_blocks = self.seen_blocks(1, contexts)
         columns = first[:, None] + np.arange(num_blocks.max())
-        # Padding columns are masked. They repeat the sequence's last block, a valid block number.
+        # Padding columns are masked. They repeat the sequence's last block, so that every column
+        # has a valid block number.
         columns = np.minimum(columns, (first + num_blocks - 1)[:, None])
         positions = first[:, None] * self.block_size + np.arange(columns.shape[1] * self.block_size)
         seen = positions < contexts[:, None]
@@ -269,9 +277,9 @@ class _Planner:
         )
 
     def cache_rows(self, table: Ints) -> Ints:
-        """Convert block numbers [B, M] to row numbers [2 B H M] in the cache.
+        """Convert block numbers [B, M] to page numbers [2 B H M].
 
-        The cache is viewed as [2 N H, S W].
+        Pages are numbered as the rows of the cache viewed as [2 N H, S W].
         """
         sides = np.arange(2)[:, None, None, None] * self.num_blocks
         blocks = table.astype(np.int64)[None, :, None] + sides
@@ -279,9 +287,10 @@ class _Planner:
         return (blocks * self.num_heads + heads).ravel()
 
     def unseen_rows(self, seen: npt.NDArray[np.bool_]) -> Ints:
-        """Return the numbers of the masked rows of the gathered blocks, viewed as [2 B H M S, D].
+        """Return the numbers of the masked rows of the gathered blocks.
 
-        `seen` [B, M S] is False at masked positions.
+        The gathered blocks are viewed as [2 B H M S, D]. `seen` [B, M S] is False at masked
+        positions.
         """
         batch, num_slots = seen.shape
         row, slot = np.nonzero(~seen)

@@ -1,28 +1,32 @@
 """Triton kernels of paged attention (see `attention/op`): `attend_kernel` and `merge_kernel`.
 
+Shapes: B sequences, T tokens, H KV heads, G query heads per KV head, D features, S slots per block,
+I work items, P rows of partial results. See `attention/op` for the other letters.
+
 The query heads of one KV head are packed as rows: row r of a sequence is token r // G and query
 head r % G of that KV head. A work item (`attention/work_items`) is a tile of BLOCK_M rows of one
-sequence, and a range of its positions. A program computes items for one KV head. It loops over keys
-and values, BLOCK_N positions at a time, with an online softmax in float32.
+sequence, and a range of the sequence's positions. A program computes items for one KV head. The
+program loops over keys and values, BLOCK_N positions at a time, with an online softmax in float32.
 
-For MLA, a row of the cache is a key with a tail: its first D features are also the value, and its
-last TAIL features only contribute to the score. There is one KV head, and the cache has no separate
-values.
+For MLA, a row of the cache is a key with a tail: the first D features of the row are also the
+value, and the last TAIL features only contribute to the score. There is one KV head, and the cache
+has no separate values.
 
-If an item has all positions of its rows, it writes the result. Otherwise, it writes a partial
-result, and `merge_kernel` merges the partial results of a sequence in the order of positions. The
-merge is a second launch. The last program to finish could do the merge instead, with the same order
-of sums. But every program would then need registers for the merge, and counters would have to be
-zero before each replay of a CUDA graph. The memory order could not be tested without a GPU.
+If an item covers all positions of its rows, it writes the final result. Otherwise, it writes a
+partial result, and `merge_kernel` merges the partial results of a sequence in the order of
+positions. The merge is a separate launch. The last program to finish could merge instead, with the
+same order of sums. But then every program would need registers for the merge, and counters would
+have to be reset before each replay of a CUDA graph. Also, the memory order of such a merge could
+not be tested without a GPU.
 
 With SPLIT, an item computes all positions of its rows, in partitions of SPLIT positions, each with
-its own accumulators. It merges their results in the order that `merge_kernel` uses with
-BLOCK_P = 1. The result for a token is then bitwise identical whether one item computes all
+its own accumulators. The item merges the results of the partitions in the order that `merge_kernel`
+uses with BLOCK_P = 1. The result for a token is then bitwise the same whether one item computes all
 partitions or each partition is an item. This requires that all tiles have one size. The
 compiler must not fuse multiply-adds, because it may fuse them differently in the two cases.
 
-Exponentials have base 2, so scores are multiplied by log2(e). As long as a row has attended to no
-position, its maximum score is MASKED, a finite number, so that -inf - (-inf) is never computed.
+Exponentials have base 2, so scores are multiplied by log2(e). Until a row has attended to a
+position, its maximum score is MASKED, a finite number. If it were -inf, -inf - (-inf) would be NaN.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -32,7 +36,7 @@ from penstock.kernels.triton_common.launch import jit, tl
 
 @jit
 def _as_floats(x, dtype: tl.constexpr):
-    """Convert elements of the cache to `dtype`; values of FP8 bits (uint8) are divided by 2^8.
+    """Convert elements of the cache to `dtype`. FP8 codes given as uint8 are also divided by 2^8.
 
     A float8_e4m3fn divided by 2^8 is a float16 with the same bits of exponent and mantissa.
     """
@@ -44,7 +48,7 @@ def _as_floats(x, dtype: tl.constexpr):
 
 @jit
 def _store_result(out, at, features, sinks, heads, most, total, acc, present, kept):
-    """Store the results of a tile's rows, computed from `most`, `total` and `acc`."""
+    """Apply the sinks, divide `acc` by the sum of the weights, and store the results of a tile."""
     LOG2_E: tl.constexpr = 1.4426950408889634
     if sinks is not None:
         sink = tl.load(sinks + heads, mask=present, other=0.0).to(tl.float32) * LOG2_E
@@ -123,7 +127,8 @@ def _attend_item(  # noqa: C901
         q_tail_at = query + D + q_at[:, None] + behind[None, :]
         q_tail = tl.load(q_tail_at, mask=present[:, None] & narrow[None, :], other=0.0)
 
-    # Each row attends to a part of [low, high), and to all of [all_low, all_high).
+    # Every row of the tile attends to all positions in [all_low, all_high). No row attends to a
+    # position outside of [low, high).
     earliest = before + first_row // G
     latest = tl.minimum(before + (first_row + BLOCK_M - 1) // G, context - 1)
     low = tl.maximum(earliest - WINDOW + 1, 0) if WINDOW else 0
@@ -159,10 +164,10 @@ def _attend_item(  # noqa: C901
             most = tl.full((BLOCK_M,), MASKED, tl.float32)
             total = tl.zeros((BLOCK_M,), tl.float32)
             acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-        # Stretch 0 is the window's edge (masked), and stretch 2 is the causal edge (masked).
-        # In stretch 1, every row attends to every position, so no mask is needed.
-        # With SHORT, one masked stretch covers all positions. MLA's wide tiles also need this:
-        # three stretches would take too many registers.
+        # The positions are processed in up to three stretches. Stretch 0 is the window's edge, and
+        # stretch 2 is the causal edge; both need a mask. In stretch 1, every row attends to every
+        # position, so no mask is needed. With SHORT, one masked stretch covers all positions. MLA's
+        # wide tiles also use SHORT, because three stretches would take too many registers.
         for stretch in tl.static_range(2 if SHORT else (0 if WINDOW else 1), 3):
             if SPLIT:
                 start = tl.maximum(begin, (first_partition + partition) * SPLIT)
@@ -189,7 +194,7 @@ def _attend_item(  # noqa: C901
                 else:
                     inside = (columns >= low) & (columns < high)
                 loaded = inside[:, None] & wide[None, :]
-                # a flat index needs fewer registers than the index through `page`
+                # Without scales, a flat index is used, which needs fewer registers than `page`.
                 if scales is None:
                     kv_at = ((block * H + head) * S + columns % S) * (D + TAIL)
                 else:
@@ -267,7 +272,7 @@ def attend_kernel(
     # [I, 5] int32: sequence, row tile, first position, end of positions, first partial row.
     # A first partial row of -1 means that the item computes final results.
     items,
-    worker_starts,  # [W + 1] int32 index of each worker's first item; read only if PERSISTENT
+    worker_starts,  # [workers + 1] int32 index of each worker's first item; used if PERSISTENT
     out,  # [T, H G, D]
     partial_sums,  # [P, H G, D] float32 unnormalized sums of values; None with SPLIT
     weights,  # [P, H G, 2] float32 maximum score and sum of exponentials; None with SPLIT
@@ -276,23 +281,24 @@ def attend_kernel(
     scales,  # `layer` viewed as float16, to read the scales of codes; None if there are no scales
     query_stride,
     table_stride,
-    side_stride,  # elements between a key and its value in `layer`
-    scale,  # scores are multiplied by this
-    cap,  # soft cap of scores, or None
+    side_stride,  # distance in elements from a key to its value in `layer`
+    scale,  # factor of the scores
+    cap,  # soft cap of the scores, or None
     H: tl.constexpr,
     G: tl.constexpr,
     S: tl.constexpr,
     D: tl.constexpr,
-    TAIL: tl.constexpr,  # features of a key after its value (MLA); 0: keys and values are separate
-    PAGE: tl.constexpr,  # elements of the keys (or values) of one block and KV head
-    # The result of `_as_floats` times UNIT is the code. `KvCacheFormat.value_gain` is GAIN.
+    TAIL: tl.constexpr,  # MLA: features of a key after its value. 0: keys and values are separate.
+    PAGE: tl.constexpr,  # elements of a page: the keys (or values) of one block and KV head
+    # A code of the cache equals UNIT times the result of `_as_floats`.
     UNIT: tl.constexpr,
-    GAIN: tl.constexpr,
-    WINDOW: tl.constexpr,  # number of positions that a token attends to; 0: all
+    GAIN: tl.constexpr,  # `KvCacheFormat.value_gain` of the cache
+    WINDOW: tl.constexpr,  # number of positions that a token attends to; 0 means all
     # positions per partition if one item computes all its partitions; otherwise 0
     SPLIT: tl.constexpr,
     SHORT: tl.constexpr,  # mask every tile instead of only the edges, for short items or wide tiles
-    PERSISTENT: tl.constexpr,  # True: a program computes all items of a worker; False: one item
+    # If True, a program computes all items of one worker; otherwise, a program computes one item.
+    PERSISTENT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,  # D rounded up to a power of two
@@ -300,8 +306,8 @@ def attend_kernel(
 ):
     """Compute attention for work items.
 
-    The grid is [W, H] if PERSISTENT, else [I, H]. Final results are written to `out`. Results that
-    `merge_kernel` must merge are written to `partial_sums` and `weights`.
+    The grid is [workers, H] if PERSISTENT, else [I, H]. Final results are written to `out`, and
+    results that `merge_kernel` must merge to `partial_sums` and `weights`.
     """
     worker, head = tl.program_id(0), tl.program_id(1)
     if PERSISTENT:
@@ -323,11 +329,12 @@ def attend_kernel(
 
 @jit(unspecialized=("num_shared", "first_shared", "num_sequences"))
 def merge_kernel(
-    # [P, HEADS, D] float32 unnormalized sums of values: each sequence's own partitions come first.
-    # The shared prefix follows, in the rows first_shared + partition * B + sequence.
+    # [P, HEADS, D] float32 unnormalized sums of values. First the rows of each sequence's own
+    # partitions, then those of the shared prefix: first_shared + partition * B + sequence.
     partial_sums,
     weights,  # [P, HEADS, 2] float32 maximum score and sum of exponentials
-    # [B, 2] int32 first row and number of a sequence's own partitions. Number 0: nothing to merge.
+    # [B, 2] int32 first row and number of a sequence's own partitions.
+    # If the number is 0, there is nothing to merge for the sequence.
     merges,
     query_starts,  # [B + 1] int32 index of each sequence's first token; the last entry is T
     out,  # [T, HEADS, D]
@@ -337,7 +344,7 @@ def merge_kernel(
     num_sequences,  # B, number of sequences
     HEADS: tl.constexpr,
     D: tl.constexpr,
-    BLOCK_P: tl.constexpr,  # partitions per iteration
+    BLOCK_P: tl.constexpr,  # partitions merged per iteration
     BLOCK_D: tl.constexpr,  # D rounded up to a power of two
 ):
     """Merge the partitions of each split sequence, and of the shared prefix if any, into `out`.

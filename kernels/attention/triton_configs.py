@@ -2,9 +2,9 @@
 
 The sizes are fixed in tables, not autotuned, so that a captured CUDA graph runs the kernels that
 were tested. A file with tuned sizes takes precedence (`triton_common/tuned_tiles`). The sizes were
-chosen so that the kernels compile without register spills, and with three stages so that the copies
-of one tile overlap the computation of another (`tests/aot/rules`); their speed has not been
-measured yet.
+chosen so that the kernels compile without register spills (`tests/aot/rules`). Most have three
+stages, so that the copy of one tile overlaps the computation with another tile. The speed of the
+kernels with these sizes has not been measured yet.
 """
 
 from typing import NamedTuple
@@ -23,7 +23,7 @@ class Tiles(NamedTuple):
 
 
 _CHUNKS = {
-    # key: largest padded head size for which the tiles are used
+    # The inner key is the largest padded head size for which the tiles are used.
     "ample": {
         64: Tiles(128, 128, 8, 3),
         128: Tiles(128, 64, 8, 3),
@@ -46,7 +46,7 @@ def _chip_family(chip: DeviceInfo) -> str:
     """Return the family of a chip.
 
     The family of AMD GPUs is "amd". For NVIDIA GPUs, it depends on the size of shared memory:
-    "ample" for Hopper and later, "some" for the A100, "little" for graphics cards.
+    "ample" for data-center GPUs from Hopper on, "some" for the A100, "little" for graphics cards.
     """
     if not chip.is_cuda and chip.name != "interpreter":
         return "amd"
@@ -63,7 +63,8 @@ def _mla_tiles(chip: DeviceInfo, rows: int) -> Tiles:
     if family == "amd":
         return Tiles(min(rows, 32), 16, 8, 1)
     rows = min(rows, 64 if family == "ample" else 32)
-    # On sm_100, a product of 64 rows stores two more copies of a key tile, so the tile is narrow.
+    # On sm_100, a product with 64 rows stores two more copies of the key tile. The tile therefore
+    # has fewer columns.
     narrow = family == "little" or (rows == 64 and chip.name.startswith("sm_10"))
     return Tiles(rows, 16 if narrow else 32, 8, 3)
 
@@ -73,7 +74,7 @@ def chunk_tiles(chip: DeviceInfo, width: int, itemsize: int, cached: int) -> Til
 
     Args:
         chip: the device.
-        width: padded head size.
+        width: head size, rounded up to a power of two.
         itemsize: bytes per element of the query.
         cached: bytes per element of the cache.
     """
@@ -89,8 +90,8 @@ def chunk_tiles(chip: DeviceInfo, width: int, itemsize: int, cached: int) -> Til
     tiles = table[next(widest for widest in table if width <= widest)]
     if cached > 1:
         return tiles
-    # Quantized keys and values are converted in registers.
-    # With the row count of a float cache, registers would therefore spill.
+    # Quantized keys and values are converted in registers. Tiles with as many rows as for a float
+    # cache would therefore spill registers.
     if family == "amd":
         return Tiles(32, 32 if width > 128 else 64, 4, 1)
     return tiles._replace(rows=tiles.rows // 2, columns=16 if width > 128 else tiles.columns)
@@ -101,7 +102,7 @@ def split_kv_tiles(chip: DeviceInfo, width: int, itemsize: int, group: int, cach
 
     Args:
         chip: the device.
-        width: padded head size.
+        width: head size, rounded up to a power of two.
         itemsize: bytes per element of the query.
         group: query heads per KV head.
         cached: bytes per element of the cache.
@@ -112,13 +113,13 @@ def split_kv_tiles(chip: DeviceInfo, width: int, itemsize: int, group: int, cach
     rows = min(64, max(16, 1 << (group - 1).bit_length()))
     if itemsize == 4:
         return Tiles(min(rows, 32), 32, 4, 1)
-    if width > 256:  # more rows would spill registers on sm_90 and gfx942
+    if width > 256:  # tiles with more rows would spill registers on sm_90 and gfx942
         return _mla_tiles(chip, min(rows, 16 if _chip_family(chip) == "amd" else 32))
     # On graphics cards, tiles are half as large, so that two programs share a multiprocessor.
     columns = 32 if _chip_family(chip) == "little" and width > 64 else 64
     if width > 128:
         columns //= 2
-    # a tile of 8-bit codes has twice the columns in the same number of bytes
+    # With 8-bit codes, a tile of the same number of bytes has twice as many columns.
     if cached == 1 and width <= 128:
         columns *= 2
     return Tiles(rows, columns, 4, 3)
@@ -127,8 +128,9 @@ def split_kv_tiles(chip: DeviceInfo, width: int, itemsize: int, group: int, cach
 def batch_invariant_tiles(chip: DeviceInfo, width: int, itemsize: int, cached: int) -> Tiles:
     """Return the tiles for batch-invariant attention, for chunks as well as for single tokens.
 
-    These tiles are smaller than other tiles, because a program holds two accumulators: one for the
-    current partition and one for all partitions. The arguments are those of `chunk_tiles`.
+    These tiles are smaller than other tiles, because a program needs registers for two
+    accumulators: one for the current partition and one for all partitions. The arguments are those
+    of `chunk_tiles`.
     """
     if itemsize == 4:
         return Tiles(32, 32, 4, 1)

@@ -1,4 +1,7 @@
-"""Launches the Triton kernels of paged attention for one layer."""
+"""Launches the Triton kernels of paged attention for one layer.
+
+See `attention/triton` for the letters of shapes.
+"""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -22,13 +25,13 @@ PARTITIONS_PER_MERGE = 32
 class Batch(NamedTuple):
     """Offsets, lengths and block tables of a batch: int32 tensors on the device."""
 
-    query_starts: Tensor  # [B + 1] first query row of each sequence, and the number of rows
+    query_starts: Tensor  # [B + 1] first query row of each sequence, then the number of query rows
     context_lens: Tensor  # [B] context length of each sequence
     tables: Tensor  # [B, M] block tables
 
 
 class DeviceWork(NamedTuple):
-    """The arrays of a `StepWork` on the device."""
+    """The arrays of a step's work items (`StepWork`), copied to the device."""
 
     few: Tensor
     worker_starts: Tensor
@@ -44,7 +47,7 @@ class Prefix:
     """
 
     batch: Batch
-    items: Tensor  # [I, 5]
+    items: Tensor  # [I, 5] work items, with the columns that `StepWork` describes
     num_partitions: int
 
 
@@ -56,9 +59,10 @@ class Layout:
     few_tiles: Tiles
     chunk_tiles: Tiles
     work: DeviceWork
-    in_order: bool  # see `StepWork`
+    in_order: bool  # the same as in `StepWork`
     merge_tokens: int
-    # Partial rows, without those of the prefix; for a captured graph, the maximum of all its steps.
+    # Number of rows of partial results, without those of the shared prefix. For a captured graph,
+    # the largest number of all its steps.
     num_partial_rows: int
     prefix: Prefix | None
 
@@ -93,7 +97,7 @@ class AttentionCall:
         num_tokens, num_heads, head_dim = self.out.shape
         prefix, work = layout.prefix, layout.work
         num_shared = prefix.num_partitions if prefix else 0
-        # Allocate at least one row, so that steps without partial results use the same kernel.
+        # Allocate at least one row, so that steps without partial results need no other kernel.
         size = max(1, layout.num_partial_rows + num_shared * num_tokens)
         device = self.query.device
         partials = Partials(
@@ -119,16 +123,17 @@ class AttentionCall:
         partials: Partials | None,
         worker_starts: Tensor | None = None,
     ) -> None:
-        """Launch `attend_kernel` with one program per item or, with `worker_starts`, per worker.
+        """Launch `attend_kernel` with one program per work item and KV head.
 
-        Without `partials`, an item computes all its partitions in order.
+        With `worker_starts`, there is one program per worker and KV head instead. Without
+        `partials`, an item computes all partitions of its rows in order.
         """
         _, _, head_dim = self.out.shape
         _, _, num_kv_heads, block_size, slot = self.layer.shape
         if not len(items):
             return
         form, layer = format_of(self.layer.dtype), self.layer
-        # On a chip without conversions of float8_e4m3fn, the kernel reads the codes as uint8.
+        # If the chip cannot convert float8_e4m3fn, the kernel reads the codes as uint8.
         soft = layer.dtype == E4M3 and not device_info(layer).converts_e4m3
         scores, persistent = self.scores, worker_starts is not None
         num_programs = len(items) if worker_starts is None else len(worker_starts) - 1
@@ -155,7 +160,8 @@ class AttentionCall:
     def merge(self, batch: Batch, layout: Layout, partials: Partials, num_shared: int) -> None:
         """Launch `merge_kernel`.
 
-        `partials` holds the rows of the sequences' partitions, then of the shared prefix.
+        `partials` contains the rows of the sequences' partitions, then the rows of the shared
+        prefix.
         """
         _, num_heads, head_dim = self.out.shape
         batch_size = len(batch.context_lens)

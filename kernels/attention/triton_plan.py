@@ -1,8 +1,9 @@
 """Plans the Triton kernels of paged attention: work items and tiles chosen for the batch.
 
 Work items are made on the host from the lengths of the step (`attention/work_items`) and copied to
-the device without waiting. A captured CUDA graph reads them from buffers of fixed sizes, which
-`TiledPlanner.prepare` fills before each replay, so that one graph is valid for all context lengths.
+the device without waiting for the copy. A captured CUDA graph reads the work items from buffers of
+fixed sizes. `TiledPlanner.prepare` fills these buffers before each replay, so that one graph is
+valid for all context lengths. See `attention/triton` for the letters of shapes.
 
 With `one_path`, results are batch-invariant: all tiles have one size, partitions are cut at fixed
 positions and merged in order, and multiply-adds are not fused.
@@ -43,19 +44,19 @@ from penstock.kernels.triton_common.launch import DeviceInfo, device_info, power
 Ints: TypeAlias = npt.NDArray[np.integer]
 
 RESIDENT_WARPS = 8
-"""Warps of an attention kernel that a multiprocessor can hold at a time; `make aot` checks it. The
-persistent grid has as many programs as fit with this number of warps."""
+"""Warps of an attention kernel that a multiprocessor can run at the same time (checked by
+`make aot`). This number determines the number of programs of the persistent grid."""
 
 CHUNK_WAVES = 2
-"""Number of programs of split chunks, divided by the number of programs that run at a time. With a
-ratio of 1, the last programs would often start a second wave."""
+"""Number of programs of split chunks, divided by the number of programs that can run at the same
+time. With a ratio of 1, a few programs too many would often need a second wave of their own."""
 
 
 class Lengths(NamedTuple):
     """Offsets and lengths of a batch, on the host."""
 
-    query_starts: Ints  # [B + 1]
-    context_lens: Ints  # [B]
+    query_starts: Ints  # [B + 1] first query row of each sequence, then the number of query rows
+    context_lens: Ints  # [B] length of each sequence, including this step's tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +68,8 @@ class TiledPlan:
     window: int = 0
     # Length of the shared prefix, a multiple of SPLIT; 0 unless every sequence has one query token.
     prefix: int = 0
-    one_path: bool = False  # batch-invariant results; requires `prefix` = 0
-    # longest context of all steps of the CUDA graph that captures this step; 0: no graph
+    one_path: bool = False  # True: results are batch-invariant; this requires `prefix` = 0
+    # longest context of all steps of the CUDA graph that captures this step; 0 if there is no graph
     max_context: int = 0
     layouts: dict[tuple[int, int, int], Layout] = field(default_factory=dict)
 
@@ -110,8 +111,9 @@ class TiledPlan:
             query: [T, Hq, D].
             layer: [2, N, H, S, W].
             scores: changes to the scores before the softmax.
-            tail: for MLA, number of features after the first D; they only contribute to the score.
-                `query` is then [T, Hq, D + tail], and `layer` is [1, N, 1, S, D + tail].
+            tail: for MLA, the number of features after the first D. These features only contribute
+                to the score. `query` is then [T, Hq, D + tail], and `layer` is
+                [1, N, 1, S, D + tail].
         """
         shape = (*query.shape[:2], query.shape[2] - tail)
         out = torch.empty(shape, dtype=query.dtype, device=query.device)
@@ -127,7 +129,7 @@ class TiledPlan:
         return out
 
     def work(self, lengths: Lengths, shape: WorkShape) -> StepWork:
-        """Return the work items of a step with this plan's options."""
+        """Return the work items of a step with these lengths, made with this plan's options."""
         return make_step_work(*lengths, self.window, self.prefix, self.one_path, shape)
 
     def fill(self, layout: Layout, lengths: Lengths) -> None:
@@ -154,7 +156,7 @@ class TiledPlan:
         return Layout(shape, few, chunk, on_device, work.in_order, merge_tokens, num_rows, prefix)
 
     def _tiles(self, query: Tensor, layer: Tensor) -> tuple[Tiles, Tiles]:
-        """Return the tile sizes for sequences with few query rows, and those for chunks."""
+        """Return the tile sizes for sequences with few query rows and the tile sizes for chunks."""
         chip, width = device_info(query), power_of_2(query.shape[2])
         if self.one_path:
             fixed = batch_invariant_tiles(chip, width, query.itemsize, layer.itemsize)
@@ -176,13 +178,14 @@ class TiledPlan:
 
 
 class TiledPlanner:
-    """Plans the attention of steps on a GPU, whether or not a CUDA graph captures them.
+    """Plans the attention of steps on a GPU, both with and without CUDA graphs.
 
-    Captured steps of the same number of rows share the buffers of their work items.
+    Captured steps with the same number of rows, longest context and window share the buffers of
+    their work items.
     """
 
     def __init__(self, one_path: bool = False) -> None:
-        """`one_path`: make results batch-invariant."""
+        """Create a planner; `one_path` makes results batch-invariant."""
         self.one_path = one_path
         self.lengths: Lengths | None = None
         self._is_captured = False
@@ -192,8 +195,11 @@ class TiledPlanner:
     def prepare(self, query_starts: Ints, context_lens: Ints, is_captured: bool) -> None:
         """Store the lengths of the next step, and update the work items of captured graphs.
 
-        is_captured: True if a CUDA graph computes the step. Only the graphs for the step's number
-        of rows are then updated.
+        Args:
+            query_starts: [B + 1] first query row of each sequence, then the number of query rows.
+            context_lens: [B] length of each sequence, including this step's tokens.
+            is_captured: True if a CUDA graph computes the step. The work items of all graphs for
+                the step's number of rows are then updated.
         """
         self.lengths, self._is_captured = Lengths(query_starts, context_lens), is_captured
         if not is_captured:
@@ -204,11 +210,11 @@ class TiledPlanner:
                     plan.fill(layout, self.lengths)
 
     def plan(self, batch: Batch, max_context: int, window: int) -> TiledPlan:
-        """Plan the prepared step; a captured step reuses the buffers of earlier steps of its graph.
+        """Plan the step whose lengths were given to `prepare`.
 
-        For a captured step, the method only launches kernels.
-
-        max_context: longest context of all steps that a captured graph will compute.
+        A step that a CUDA graph captures reuses the buffers of earlier steps with the same number
+        of rows, `max_context` and `window`. `max_context` is the longest context of all steps that
+        the graph will compute. The method does no work on the device.
         """
         if self.lengths is None:
             raise RuntimeError("plan() was called before prepare(): call prepare() first")
@@ -236,7 +242,7 @@ def _work_shape(query: Tensor, layer: Tensor, head_dim: int, few: Tiles, chunk: 
 
 
 def _num_programs(chip: DeviceInfo, tiles: Tiles) -> int:
-    """Return the number of programs that the device computes at a time."""
+    """Return the number of programs that the device can run at the same time."""
     return chip.multiprocessors * max(1, RESIDENT_WARPS // tiles.num_warps)
 
 

@@ -1,20 +1,23 @@
 """Work items of the attention kernels, made on the host from the lengths of a step (pure numpy).
 
-An item is a row tile of one sequence and a range of its positions; a program of `attend_kernel`
-computes an item for one KV head. If a sequence has several ranges (partitions), its items write
-partial results, which `merge_kernel` merges in the order of positions.
+An item is a row tile of one sequence and a range of the sequence's positions; a program of
+`attend_kernel` computes an item for one KV head. A row is one query token and one query head of the
+KV head. If the positions of a sequence are cut into several ranges (partitions), its items write
+partial results, which `merge_kernel` merges in the order of positions. Items are of two kinds:
 
 - Few rows: the query rows of the sequence fit into one tile, as in decode. A fixed number of
-  workers computes these items, and each worker computes a contiguous range of the list (a
-  persistent grid). Contexts are cut only where the range of a worker ends. The work of all workers
-  is therefore equal, and the number of partial results is small for any context lengths.
-- Chunks: one item per row tile. A short chunk after a long cached prefix has too few tiles to fill
-  the device. Contexts are then cut into partitions of one length, so that the programs fill the
-  device.
+  workers computes the list of these items, and each worker computes a contiguous range of the list
+  (a persistent grid). Contexts are cut only where the range of a worker ends. The work of all
+  workers is therefore equal, and the number of partial results is small for any context lengths.
+- Chunks: each item is one row tile with all its positions. A short chunk after a long cached prefix
+  has too few tiles to fill the device. Contexts are then cut into partitions of one length, so that
+  the programs fill the device.
 
 With `one_path`, the partitions of a sequence must not depend on the batch or the device. Contexts
-are cut at the multiples of SPLIT only. A row tile of a chunk has either one item per partition,
-or one item that computes all partitions in order. The results are bitwise identical.
+are therefore cut only at the multiples of SPLIT. A row tile of a chunk has either one item per
+partition, or one item that computes all partitions in order. The results are bitwise identical.
+
+Shapes: B sequences, I and J work items.
 """
 
 from typing import NamedTuple, TypeAlias
@@ -26,21 +29,23 @@ Ints: TypeAlias = npt.NDArray[np.integer]
 Ints32: TypeAlias = npt.NDArray[np.int32]
 
 SPLIT = 512
-"""Positions per partition with `one_path`, and of a shared prefix."""
+"""Positions per partition, with `one_path` and in a shared prefix."""
 
 QUANTUM = 128
-"""Without `one_path`, contexts of few rows are cut at multiples of this; it divides SPLIT."""
+"""Without `one_path`, contexts of sequences with few rows are cut at multiples of QUANTUM, which
+divides SPLIT."""
 
 CHUNK_SPLIT = 1024
-"""Without `one_path`, the partitions of chunks are multiples of this; a multiple of SPLIT."""
+"""Without `one_path`, the length of a chunk's partitions is a multiple of CHUNK_SPLIT, which is a
+multiple of SPLIT."""
 
 MAX_PARTIAL_BYTES = 64 << 20
 """Maximum bytes of the partial sums of chunks. The memory profile does not measure a step with
-split chunks. It measures a step with the largest number of tokens, whose other tensors are
-larger."""
+split chunks. It measures a step with the largest number of tokens. The other tensors of that step
+need more memory than the partial sums."""
 
 ALL = np.iinfo(np.int32).max
-"""End of an item that has all positions of its rows."""
+"""End of positions of an item that covers all positions of its rows."""
 
 
 class WorkShape(NamedTuple):
@@ -50,31 +55,32 @@ class WorkShape(NamedTuple):
     group: int  # query heads per KV head
     few_rows: int  # rows of a tile for sequences with few query rows
     chunk_rows: int  # rows of a tile for chunks; equal to `few_rows` with `one_path`
-    few_programs: int  # programs of the persistent grid
-    chunk_programs: int  # number of chunk programs that fill the device
+    few_programs: int  # number of programs of the persistent grid
+    chunk_programs: int  # number of programs over which split chunks are distributed
     row_bytes: int  # bytes of a token's partial sums
 
     @property
     def num_workers(self) -> int:
-        """Number of workers per KV head."""
+        """Number of workers (programs of the persistent grid) per KV head."""
         return max(1, self.few_programs // self.num_kv_heads)
 
 
 class StepWork(NamedTuple):
     """The work items of a step.
 
-    An item has five columns: sequence, row tile, first position, end of positions, and its first
-    row in the partial results (-1: its result is final). The row of a token is this first row plus
-    the token's index in its sequence.
+    An item has five columns: sequence, row tile, first position, end of positions, and first row in
+    the partial results. A first row of -1 means that the item's result is final. The row of a token
+    is the first row plus the token's index in its sequence.
     """
 
     few: Ints32  # [I, 5] items of sequences with few query rows
-    worker_starts: Ints32  # [W + 1] index in `few` of each program's first item
+    worker_starts: Ints32  # [num_workers + 1] index in `few` of each worker's first item; then I
     chunks: Ints32  # [J, 5] items of prefill chunks
-    in_order: bool  # True: items of `chunks` compute their partitions in order (`one_path`)
-    # [B, 2] each sequence's first partial row and number of partitions; 0: nothing to merge
+    in_order: bool  # True if an item of `chunks` computes all its partitions (only with `one_path`)
+    # [B, 2] first row in the partial results and number of partitions of each sequence.
+    # If the number of partitions is 0, there is nothing to merge for the sequence.
     merges: Ints32
-    merge_tokens: int  # maximum number of tokens of a sequence to merge; 0: nothing to merge
+    merge_tokens: int  # largest number of tokens of a sequence to merge; 0 if there is none
     num_partial_rows: int
 
 
@@ -91,11 +97,11 @@ def make_step_work(
     Args:
         query_starts: [B + 1] index of each sequence's first query row, then the number of rows.
         context_lens: [B] length of each sequence, including this step's tokens.
-        window: number of positions that a token attends to; 0: all.
-        prefix: number of first positions to leave out, because another launch computes them for
-            all sequences. All sequences are then merged.
-        one_path: cut at multiples of SPLIT only.
-        shape: heads, tiles and device.
+        window: number of positions that a token attends to; 0 means all.
+        prefix: number of positions at the start of all sequences to leave out, because another
+            launch computes them for all sequences. If it is not 0, all sequences have a merge.
+        one_path: cut contexts only at multiples of SPLIT.
+        shape: sizes of heads, tiles and grids.
     """
     lengths, contexts = np.diff(query_starts).astype(np.int64), context_lens.astype(np.int64)
     low = np.maximum(contexts - lengths - window + 1, 0) if window else np.zeros_like(contexts)
@@ -127,7 +133,8 @@ def make_step_work(
     return StepWork(
         few_items,
         _worker_starts(cost, shape.num_workers),
-        # Reversed: the last tiles of a chunk take longest and should therefore start first.
+        # The order is reversed, because the last tiles of a chunk take longest and should therefore
+        # start first.
         _items(chunks, chunk_rows, chunk_tiles)[::-1].copy(),
         in_order,
         merges.astype(np.int32),
@@ -137,10 +144,10 @@ def make_step_work(
 
 
 def shared_prefix_items(num_tokens: int, prefix: int, first_row: int, shape: WorkShape) -> Ints32:
-    """Return the items [I, 5] of a shared prefix, for all tokens of a step as one sequence.
+    """Return the items [I, 5] of a shared prefix. They treat all tokens of a step as one sequence.
 
-    `first_row` is the first row of their partial results; partition p of token t has the row
-    `first_row + p * num_tokens + t`.
+    `first_row` is the first row of the prefix in the partial results. Partition p of token t has
+    the row `first_row + p * num_tokens + t`.
     """
     one = np.ones(1, np.int64)
     pieces = _cut(0 * one, prefix * one, one > 0, SPLIT)
@@ -151,9 +158,9 @@ def shared_prefix_items(num_tokens: int, prefix: int, first_row: int, shape: Wor
 def decode_capacity(
     num_rows: int, max_context: int, window: int, one_path: bool, shape: WorkShape
 ) -> tuple[int, int]:
-    """Return the maximum number of items, and of partial rows, of a decode step.
+    """Return two upper bounds for a decode step: number of items, and rows of partial results.
 
-    `num_rows` is the number of sequences. Without `one_path`, both maxima are independent of
+    `num_rows` is the number of sequences. Without `one_path`, the bounds do not depend on
     `max_context` and `window`.
     """
     if one_path:
@@ -165,16 +172,17 @@ def decode_capacity(
 
 
 def chunk_partition(lengths: Ints, extents: Ints, tiles: Ints, shape: WorkShape) -> int:
-    """Return the positions per partition of chunks, a multiple of CHUNK_SPLIT.
+    """Return the number of positions per partition of chunks, a multiple of CHUNK_SPLIT.
 
-    Each program gets the same number of positions, and the programs fill the device. The length is
-    doubled until partial sums have at most MAX_PARTIAL_BYTES.
+    The number is chosen so that about `shape.chunk_programs` programs compute the chunks, each with
+    the same number of positions. It is then doubled until the partial sums have at most
+    MAX_PARTIAL_BYTES.
 
     Args:
-        lengths: [B] tokens of each sequence.
-        extents: [B] positions of each sequence's partitions.
-        tiles: [B] row tiles of each sequence; 0: the sequence is not a chunk.
-        shape: heads, tiles and device.
+        lengths: [B] number of query tokens of each sequence.
+        extents: [B] number of positions of each sequence to cut into partitions.
+        tiles: [B] number of row tiles of each sequence; 0 if the sequence is not a chunk.
+        shape: sizes of heads, tiles and grids.
     """
     positions = int((tiles * extents).sum()) * shape.num_kv_heads
     size = max(1, -(-positions // (shape.chunk_programs * CHUNK_SPLIT))) * CHUNK_SPLIT
@@ -196,10 +204,11 @@ class _Pieces(NamedTuple):
 def _splits_in_order(
     lengths: Ints, low: Ints, high: Ints, is_chunk: npt.NDArray[np.bool_], shape: WorkShape
 ) -> bool:
-    """Return whether to split chunks with `one_path`.
+    """Return whether, with `one_path`, each partition of a chunk becomes an item of its own.
 
-    They are split if there are too few row tiles to fill the device, a context has more than one
-    partition, and the partial results have at most MAX_PARTIAL_BYTES.
+    This is the case if all of the following hold: there are too few row tiles to fill the device,
+    a chunk's context has more than one partition, and the partial sums have at most
+    MAX_PARTIAL_BYTES.
     """
     tiles = -(-lengths * shape.group // shape.few_rows) * is_chunk
     counts = (-(-high // SPLIT) - low // SPLIT) * is_chunk
@@ -247,9 +256,13 @@ def _cut_evenly(low: Ints, high: Ints, tiles: Ints, num_workers: int) -> _Pieces
 def _partial_rows(
     pieces: _Pieces, lengths: Ints, first_row: int, all_merged: bool
 ) -> tuple[Ints, Ints, int]:
-    """Return the first partial row of each partition (-1: none), `merges`, and the next free row.
+    """Assign rows of the partial results to the partitions.
 
-    Sequences with one partition have partial rows only if `all_merged` is set.
+    A sequence with only one partition gets such rows only if `all_merged` is set.
+
+    Returns:
+        The first row of each partition (-1 if it has none), the array `StepWork.merges`, and the
+        next free row.
     """
     counts = np.bincount(pieces.sequence, minlength=len(lengths))
     counts *= counts > (0 if all_merged else 1)
@@ -263,7 +276,7 @@ def _partial_rows(
 
 
 def _items(pieces: _Pieces, rows: Ints, tiles: Ints) -> Ints32:
-    """Return an item for each row tile of each partition, [I, 5]."""
+    """Return the items [I, 5]: one for each row tile of each partition in `pieces`."""
     counts = tiles[pieces.sequence]
     piece = np.repeat(np.arange(len(counts)), counts)
     tile = np.arange(len(piece)) - (np.cumsum(counts) - counts)[piece]
@@ -272,9 +285,10 @@ def _items(pieces: _Pieces, rows: Ints, tiles: Ints) -> Ints32:
 
 
 def _worker_starts(costs: Ints, num_workers: int) -> Ints32:
-    """Return the first item of each worker, then the number of items: [W + 1].
+    """Return the index of each worker's first item, then the number of items: [num_workers + 1].
 
-    The list is divided into ranges of equal cost. A worker gets the items that start in its range.
+    The list of items is divided into ranges of equal cost. A worker gets the items that start in
+    the worker's range.
     """
     ends = np.cumsum(costs)
     quota = max(1, -(-int(ends[-1]) // num_workers)) if len(costs) else 1

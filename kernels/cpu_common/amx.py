@@ -1,14 +1,14 @@
 """Numba intrinsics for the CPU's matrix unit (AMX), which computes C += A B for whole tiles.
 
-A tile register holds 16 rows of 64 bytes. A [16, 32] and B [32, 16] are bfloat16, C [16, 16] is
-float32. B is stored with pairs of rows interleaved, so that each 32-bit word of B holds the two
-elements that are multiplied with one word of A. Row i of C depends only on row i of A and on B, and
-is summed in a fixed order (Intel's instruction manual, TDPBF16PS). The result for a row of A is
-therefore bitwise identical whatever the other rows contain.
+A tile register has 16 rows of 64 bytes. A [16, 32] and B [32, 16] are bfloat16, C [16, 16] is
+float32. B is stored with pairs of rows interleaved: each 32-bit word of B contains the two elements
+that are multiplied by the two elements in one word of A. Row i of C depends only on row i of A and
+on B, and its sums are computed in a fixed order (instruction TDPBF16PS in Intel's manual). The
+result for a row of A is therefore bitwise the same for any contents of the other rows.
 
-Registers 0 to 3 hold accumulators, registers 4 to 7 operands. Operands are stored in float32
-arrays. Operand tiles should be aligned to a cache line, because an unaligned load takes twice as
-long.
+Registers 0 to 3 are for accumulators (C), registers 4 to 7 for operands (A and B). In memory,
+operands are in float32 arrays, two bfloat16 per element. Operand tiles should be aligned to a cache
+line, because an unaligned load takes twice as long.
 """
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def"
@@ -37,9 +37,9 @@ def call(builder: Any, name: str, *arguments: Any) -> None:
 
 
 def bytes_at(context, builder, signature, arguments, array: int, offsets: list[Any]):
-    """Emit a byte pointer to element `sum(offsets)` of an array.
+    """Emit a byte pointer to the element with the index `sum(offsets)` of an array.
 
-    The array is the argument of the intrinsic with index `array`.
+    `array` is the index of the array in the arguments of the intrinsic.
     """
     data = context.make_array(signature.args[array])(context, builder, arguments[array]).data
     at = offsets[0]
@@ -73,7 +73,7 @@ def tilerelease(typing):
 
 
 def load_accumulators(num_rows: int, num_columns: int):
-    """Return an intrinsic that initializes every row of the accumulators with `columns[at:]`.
+    """Return an intrinsic that sets every row of the accumulators to the values `columns[at:]`.
 
     The accumulators form a grid of `num_rows` by `num_columns` tiles, at most 4 in total.
     """
@@ -95,9 +95,10 @@ def load_accumulators(num_rows: int, num_columns: int):
 
 
 def store_accumulators(num_rows: int, num_columns: int):
-    """Return an intrinsic that stores the accumulators to `y[at:]`, in rows `width` words apart.
+    """Return an intrinsic that stores the accumulators to `y[at:]`.
 
-    The accumulators form a grid of `num_rows` by `num_columns` tiles, at most 4 in total.
+    The accumulators form a grid of `num_rows` by `num_columns` tiles, at most 4 in total. In `y`, a
+    row begins `width` words after the row before it.
     """
 
     @simd_intrinsic
@@ -125,9 +126,9 @@ def store_accumulators(num_rows: int, num_columns: int):
 def split_bf16x3(typing, a, b):
     """Split each float32 of two vectors into three bfloat16 parts whose sum is the float32.
 
-    The result is three vectors, one per part. Each 32-bit word holds a part of `a` in its lower
-    half and a part of `b` in its upper half. The first part is the upper 16 bits of the
-    value. The remainder after subtracting this part is split in the same way.
+    The result is three vectors, one per part. Each 32-bit word of a vector has a part of `a` in its
+    lower half and a part of `b` in its upper half. The first part of a value is the value's upper
+    16 bits. The rest (value minus first part) is split in the same way.
     """
 
     def code(context, builder, signature, arguments):
@@ -150,8 +151,8 @@ def split_bf16x3(typing, a, b):
 def emit_tile_ops(work: Sequence[Load | Multiply]):
     """Return an intrinsic that executes `work` on row tiles in `a` and column tiles in `b`.
 
-    The parts of a tile are contiguous. Row tiles are `row_step` words apart, and column tiles are
-    NUM_SPLITS * TILE words apart.
+    The three bfloat16 parts of a tile are contiguous. Row tiles are `row_step` words apart, and
+    column tiles are NUM_SPLITS * TILE words apart.
     """
 
     @simd_intrinsic

@@ -1,7 +1,7 @@
 """Numba intrinsics for 8-bit matrix products on the CPU's matrix unit (AMX).
 
-The differences from `cpu_common/amx` are: A [16, 64] is uint8; B [64, 16] is int8 and stored with
-groups of four rows interleaved; sums are int32 and therefore exact (instruction TDPBUSD).
+The module `cpu_common/amx` explains tiles. Here, A [16, 64] is uint8. B [64, 16] is int8 and stored
+with groups of four rows interleaved. Sums are int32 and therefore exact (instruction TDPBUSD).
 """
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def"
@@ -13,10 +13,10 @@ from penstock.kernels.cpu_common.amx import ROWS, bytes_at, call
 from penstock.kernels.cpu_common.simd import simd_intrinsic
 
 TILE_K = 64
-"""8-bit inputs (columns of A) per tile."""
+"""Columns of A (8-bit inputs) per tile."""
 
 TILE = ROWS * TILE_K
-"""Bytes of a tile."""
+"""Size of a tile in bytes."""
 
 _BYTE, _NUMBER = ir.IntType(8), ir.IntType(64)
 
@@ -28,8 +28,8 @@ def _register(number: int):
 def multiply_int8(num_rows: int, num_columns: int):
     """Return an intrinsic that adds A B to the accumulators in registers 0 to 3.
 
-    The accumulators form a grid of `num_rows` by `num_columns` tiles. A row of `qvalues` (A) is
-    `width` bytes long. The column tiles in `weights` (B) are contiguous.
+    The accumulators form a grid of `num_rows` by `num_columns` tiles. A is `qvalues[qvalues_at:]`
+    with rows of `width` bytes. B is `weights[weights_at:]` with contiguous column tiles.
     """
 
     @simd_intrinsic
@@ -41,7 +41,7 @@ def multiply_int8(num_rows: int, num_columns: int):
                 down = builder.mul(width, ir.Constant(_NUMBER, row * ROWS))
                 pointer = bytes_at(context, builder, signature, arguments, 0, [qvalues_at, down])
                 call(builder, "llvm.x86.tileloadd64", _register(4 + row), pointer, width)
-            spare = 4 - num_rows  # number of registers for column tiles
+            spare = 4 - num_rows  # number of operand registers that are left for column tiles
             for column in range(num_columns):
                 along = ir.Constant(_NUMBER, column * TILE)
                 pointer = bytes_at(context, builder, signature, arguments, 3, [weights_at, along])

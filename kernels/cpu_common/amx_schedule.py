@@ -1,19 +1,23 @@
 """Lists the tile products of a step of `linear/cpu_f32_amx_bf16x6`, and allocates tile registers.
 
-Each float32 is split into three bfloat16 parts with 8 of the 24 significant bits each. A product of
-two float32 is then a sum of nine products of parts. Six of the nine are computed; the other three
-are below the last bit of the result. Registers 0 to 3 hold accumulators, registers 4 to 7 operands.
+A row tile contains inputs, and a column tile contains weights. Each float32 is split into three
+bfloat16 parts with 8 of the 24 significant bits each. A product of two float32 is then a sum of
+nine products of parts. Six of the nine are computed; the other three are below the last bit of the
+result. Registers 0 to 3 are for accumulators, registers 4 to 7 for operands.
 `cpu_common/amx.emit_tile_ops` turns a list of loads and multiplications into code for numba.
 """
 
 from typing import NamedTuple
 
 NUM_SPLITS = 3
-"""Parts that a float32 is split into."""
+"""Number of bfloat16 parts into which a float32 is split."""
 
 
 class TileProduct(NamedTuple):
-    """A product of one part of a row tile and one part of a column tile, added to a sum."""
+    """A product of one part of a row tile and one part of a column tile.
+
+    The product is added to the accumulator of this pair of tiles.
+    """
 
     row: int  # number of the row tile
     column: int  # number of the column tile
@@ -22,10 +26,10 @@ class TileProduct(NamedTuple):
 
 
 def tile_products(num_rows: int, num_columns: int) -> list[TileProduct]:
-    """Return the products of a step over 32 inputs: six per pair of row tile and column tile.
+    """Return the products of a step over 32 columns of inputs: six per row tile and column tile.
 
-    Products of parts that are below the last bit of a float32 are left out. The order of the
-    products is the same for every sum.
+    Products of parts that are below the last bit of a float32 are left out. The products of every
+    pair of tiles have the same order.
     """
     return [
         TileProduct(row, column, row_split, column_split)
@@ -40,13 +44,13 @@ class Load(NamedTuple):
     """Loads one part of a row tile or column tile into a register."""
 
     register: int
-    of_rows: bool  # True: a row tile; False: a column tile
+    of_rows: bool  # True for a row tile, False for a column tile
     number: int  # number of the tile
     split: int  # number of the part of the tile
 
 
 class Multiply(NamedTuple):
-    """Multiplies the tiles in two registers and adds the product to a third register."""
+    """Multiplies the tiles in the registers `rows` and `columns`; adds the product to `sums`."""
 
     sums: int
     rows: int
@@ -56,10 +60,10 @@ class Multiply(NamedTuple):
 def allocate_registers(
     dots: list[TileProduct], num_columns: int, for_rows: int
 ) -> list[Load | Multiply]:
-    """Return `dots` as multiplications of registers, and insert the necessary loads before them.
+    """Convert the products `dots` to multiplications of registers, with the loads that they need.
 
-    The first `for_rows` of the registers 4 to 7 hold row tiles, the remaining registers column
-    tiles. A load replaces the tile whose next use is furthest away (Belady, 1966).
+    The first `for_rows` of the registers 4 to 7 are for row tiles, the others for column tiles. A
+    load replaces the tile whose next use is furthest away (Belady, 1966).
     """
     holds: dict[bool, dict[int, tuple[int, int] | None]] = {
         True: dict.fromkeys(range(4, 4 + for_rows)),

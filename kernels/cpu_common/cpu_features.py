@@ -1,4 +1,4 @@
-"""Detects the CPU features that determine which loops are used."""
+"""Detects the CPU features by which the CPU kernels choose their loops."""
 
 from functools import cache
 

@@ -15,12 +15,12 @@ WORDS, FLOATS = ir.VectorType(WORD, LANES), ir.VectorType(ir.FloatType(), LANES)
 
 
 def constant(value: int) -> Any:
-    """Return a constant of the type of indices."""
+    """Return an LLVM constant of the integer type of array indices."""
     return ir.Constant(INDEX, value)
 
 
 def filled(vector, value: float) -> Any:
-    """Return a constant of the type `vector`, with the same value in all lanes."""
+    """Return an LLVM constant of the type `vector`, with the same value in all lanes."""
     return ir.Constant(vector, [value] * LANES)
 
 
@@ -43,7 +43,7 @@ def load_vector(builder, data, at, vector, align: int):
 
 
 def prefetch_pointer(builder, pointer) -> None:
-    """Emit a prefetch for reading into the L2 cache, as `simd.prefetch`."""
+    """Emit a prefetch into the L2 cache, for reading; the same operation as `simd.prefetch`."""
     byte = BYTE.as_pointer()
     function = ir.FunctionType(ir.VoidType(), [byte, WORD, WORD, WORD])
     called = cgutils.get_or_insert_function(builder.module, function, "llvm.prefetch.p0")
@@ -59,7 +59,7 @@ def fma(builder, a, b, c):
 
 
 def array_data(context, builder, signature, arguments) -> list[Any]:
-    """Return the arguments of an intrinsic, with pointers to the data in place of arrays."""
+    """Return the arguments of an intrinsic; an array is replaced by a pointer to its data."""
     return [
         context.make_array(kind)(context, builder, value).data
         if isinstance(kind, types.Array)
@@ -69,7 +69,9 @@ def array_data(context, builder, signature, arguments) -> list[Any]:
 
 
 def row_pointers(builder, data, at, step, count, num_rows: int) -> list[Any]:
-    """Emit pointers to `num_rows` rows of an array; those from `count` on point to the last row.
+    """Emit pointers to `num_rows` rows of an array that has only `count` rows.
+
+    Pointers to rows past the last one point to the last row.
 
     Args:
         at: index of the first element of the first row.
@@ -88,9 +90,10 @@ def row_pointers(builder, data, at, step, count, num_rows: int) -> list[Any]:
 def by_row_count(
     builder, count, sizes: tuple[int, ...], emit: Callable[[int], None], index: int = 0
 ) -> None:
-    """Emit code that runs `emit` for the smallest of `sizes[index:]` that is at least `count`.
+    """Emit branches that choose, at run time, the smallest of `sizes[index:]` that is >= `count`.
 
-    `sizes` ascend, and `count` is at most the last of them.
+    `emit(size)` emits the code of one branch. `sizes` are in ascending order, and `count` must not
+    exceed the last of them.
     """
     num_rows = sizes[index]
     if index == len(sizes) - 1:

@@ -1,9 +1,10 @@
 """Make numba optimize and assemble whole programs instead of each function separately.
 
-By default, numba runs all LLVM passes over each jitted function and generates its machine code, and
-repeats both for every caller into which the function is linked. This is unnecessary for functions
-that only compiled code calls: their IR is linked into the outermost caller, and it is enough to
-optimize and assemble this caller once. The change halves the compile time of this package's loops.
+By default, numba runs all LLVM passes over each jitted function and generates its machine code.
+Both are repeated for every caller into which the function is linked. This is unnecessary for
+functions that only compiled code calls: their LLVM IR is linked into the outermost caller, and it
+is enough to optimize and assemble this caller once. The change halves the compile time of the CPU
+kernels.
 
 numba has no option for this, so this module depends on internals of the pinned numba version. With
 any other version, the module changes nothing, and compiling takes longer.
@@ -34,7 +35,7 @@ def inner(**options: Any) -> Callable[[F], F]:
 
 
 class LateLibrary(codegen.JITCodeLibrary):
-    """A numba code library that generates machine code when an address is first needed."""
+    """A numba code library that generates machine code only when it is first needed."""
 
     _assembled = False
 
@@ -50,7 +51,8 @@ class LateLibrary(codegen.JITCodeLibrary):
     def get_pointer_to_function(self, name: str) -> int:
         """Return the address of a function, or 0 if the library does not define it."""
         self._ensure_finalized()
-        # A parallel loop's body needs no address: only the function with the loop calls the body.
+        # The body of a parallel loop needs no address, because only the function that contains the
+        # loop calls the body.
         if "__numba_parfor_gufunc" in self.name or not self._defines(name):
             return 0
         self._assemble()
@@ -96,9 +98,10 @@ def _are_equal(flags: TargetConfig, other: object) -> Any:
 
 
 def _speed_up_flags() -> None:
-    """Speed up dictionary lookups with compiler flags as keys: numba makes thousands per function.
+    """Replace the slow hash and comparison of numba's compiler flags, which are dictionary keys.
 
-    numba's own hash collects and sorts the names of all options at each call.
+    numba looks up thousands of such keys per function. Its own hash collects and sorts the names of
+    all options at each call.
     """
     config: Any = TargetConfig
     config.__eq__ = _are_equal
@@ -120,7 +123,7 @@ def install() -> bool:
     waiting: dict[str, Any] = {}
 
     def set_env_later(name: str, env: Any) -> None:
-        """Set a function's environment, as soon as the function's machine code exists."""
+        """Set a function's environment (its numba globals) once its machine code exists."""
         if generator._engine.is_symbol_defined(name):
             set_env(name, env)
         else:

@@ -20,7 +20,8 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 KERNELS = Path(__file__).parent.parent
-"""The folder of all kernels. A change to any file in this folder may change compiled loops."""
+"""Folder with the sources of all kernels. Any change of a file in this folder may change compiled
+loops."""
 
 _CODE_OPTIONS = (
     "OPT",
@@ -50,13 +51,14 @@ def configure_numba() -> None:
 
     settings: Any = numba.config
     settings.CACHE_DIR = str(cache_folder())
-    # torch uses OpenMP too. With OpenMP in numba, both share one thread pool.
+    # torch uses OpenMP, too. If numba also uses OpenMP, torch and numba share one thread pool.
     settings.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
     late_codegen.install()
 
 
 OPENMP = "libgomp.so.1.0.0"
-"""Name of the libgomp that numba loads. torch has its own copy, with a shorter name."""
+"""File name of the OpenMP library (libgomp) that numba loads. torch has its own copy, with a
+shorter name."""
 
 _thread = threading.local()
 
@@ -85,11 +87,11 @@ MIN_PARALLEL_ELEMENTS = 1 << 15
 
 
 class Entry:
-    """A numba function that Python can call. It is compiled or loaded from disk when first needed.
+    """A numba function that Python can call, compiled or loaded from disk when first needed.
 
-    Importing a module of loops therefore does not compile its entries. The CPU step graph imports
-    such modules only for their inner functions, so one worker can compile the step graph while
-    another worker compiles the entries.
+    To import a module with entries therefore does not compile the entries. The CPU step graph
+    imports such modules only for their inner functions, so one worker can compile the step graph
+    while another worker compiles the entries.
 
     Args:
         function: the function to compile.
@@ -173,9 +175,9 @@ def cache_folder() -> Path:
 def source_digest(sources: Path) -> str:
     """Return a hash of everything that determines the compiled code, except the CPU model.
 
-    The CPU's name and features are in numba's own index. numba detects a change in the file of a
-    cached function, but not in the files that this file imports. The hash therefore includes every
-    source below `sources`, with its path.
+    numba's own cache index contains the CPU's name and features. numba detects a change in the file
+    of a cached function, but not in the files that this file imports. The hash therefore includes
+    every Python file below `sources`, with its path.
     """
     import llvmlite
     import numba

@@ -1,4 +1,7 @@
-"""Helpers for the loops of the CPU step graph: arrays at an address, and ranges per thread."""
+"""Helpers for the loops of the CPU step graph.
+
+They make array views of memory addresses, and divide work among threads.
+"""
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def"
 
@@ -50,5 +53,8 @@ def u8_array(address: int, count: int) -> Any:
 
 @inner()
 def partition(size: int, thread: int, num_threads: int) -> tuple[int, int]:
-    """Return the range [first, last) of `size` items that thread number `thread` processes."""
+    """Return the range [first, last) of the items that thread number `thread` processes.
+
+    The `size` items are divided evenly among `num_threads` threads.
+    """
     return size * thread // num_threads, size * (thread + 1) // num_threads

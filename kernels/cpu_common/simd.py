@@ -1,7 +1,7 @@
 """Numba intrinsics on float32 vectors, for loops that need a fixed order of summation.
 
-A compiler may vectorize each scalar loop in a different order, but it does not reorder the
-operations of this module. All arrays are one-dimensional.
+When a compiler vectorizes scalar loops, it may choose a different order of summation for each loop.
+It does not reorder the operations of this module. All arrays are one-dimensional.
 """
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def"
@@ -109,7 +109,8 @@ def load_e4m3_as_f32(typing, array, at):
         found = builder.load(builder.bitcast(pointer, narrow.as_pointer()), align=1)
         bits = builder.zext(found, wide)
         size = builder.and_(bits, splat(wide, 0x7F))
-        # Normal numbers: move the exponent to its place and change its bias from 7 to 127.
+        # For normal numbers, move the exponent to its place in a float32 and change its bias from
+        # 7 to 127.
         normal = builder.add(builder.shl(size, splat(wide, 20)), splat(wide, 120 << 23))
         tiny = builder.fmul(builder.sitofp(size, floats), splat(floats, 2.0**-9))
         is_tiny = builder.icmp_unsigned("<", size, splat(wide, 8))
@@ -213,8 +214,8 @@ def _prefetches(nearness: int, to_write: bool = False):
 
 
 prefetch, prefetch_write = _prefetches(2), _prefetches(3, to_write=True)
-"""`prefetch` is for reading; it fills L2 only, so that no data in use is evicted from L1.
-`prefetch_write` is for writing."""
+"""Prefetch of a cache line for reading (`prefetch`) or for writing (`prefetch_write`). `prefetch`
+fills only the L2 cache, so that no data in use is evicted from L1."""
 
 
 @simd_intrinsic

@@ -1,8 +1,8 @@
 """Barriers for a team of threads in numba code: threads first join the team, then synchronize.
 
-A parallel loop may get fewer threads than requested, and some of them may start late. The threads
+A parallel loop may get fewer threads than requested, and some threads may start late. The threads
 that have started are therefore counted once, before the work is divided. A thread that starts later
-gets no work, so that no thread waits for a thread that does not run.
+gets no work. No thread ever waits for a thread that has not started.
 
 The shared state is an array of BARRIER_WORDS int64, all zero before the threads start.
 """
@@ -23,9 +23,9 @@ from penstock.kernels.cpu_common.simd import simd_intrinsic
 BarrierState = npt.NDArray[np.int64]
 
 BARRIER_WORDS = 24
-"""Size of the array that a team shares."""
+"""Number of elements of the array that a team shares."""
 
-# Indices into the shared array, far enough apart to be in separate cache lines.
+# Indices of two counters in the shared array, far enough apart to be in separate cache lines.
 _JOINED, _ARRIVED = (
     0,
     16,
@@ -34,14 +34,15 @@ _JOINED, _ARRIVED = (
 _CLOSED = 1 << 32
 
 MAX_JOIN_SPINS = 1 << 14
-"""Polls (about a millisecond) after which the threads that have joined start without the rest."""
+"""Maximum number of polls (about a millisecond) for which a team waits for more threads to join.
+After that, the team consists of the threads that have joined."""
 
 _SPINS_BEFORE_YIELD = 1 << 10
-"""Polls between calls of sched_yield by a waiting thread."""
+"""Number of polls between two calls of sched_yield (later: usleep) by a waiting thread."""
 
 _SPINS_BEFORE_SLEEP = 1 << 16
-"""Polls (some milliseconds) after which a waiting thread sleeps between polls. The thread that it
-waits for probably has no core."""
+"""Number of polls (some milliseconds) after which a waiting thread sleeps instead of yielding. At
+this point, the thread for which it waits probably has no core."""
 
 _SLEEP_MICROSECONDS = 50
 
@@ -90,7 +91,7 @@ def _compare_exchange(typing, array, at, old, new):
 
 @simd_intrinsic
 def _pause(typing):
-    """Emit the x86 PAUSE instruction, which favours the core's other hardware thread."""
+    """Emit the x86 PAUSE instruction, which gives resources to the core's other hardware thread."""
 
     def code(context, builder, signature, arguments):
         if platform.machine() == "x86_64":
@@ -104,7 +105,10 @@ def _pause(typing):
 
 @inner()
 def backoff(spins: int) -> None:
-    """Pause, yield or sleep between two polls; `spins` is the number of polls so far."""
+    """Pause between two polls; from time to time, also yield the core or sleep.
+
+    `spins` is the number of polls so far.
+    """
     _pause()
     if spins % _SPINS_BEFORE_YIELD == _SPINS_BEFORE_YIELD - 1:
         if spins < _SPINS_BEFORE_SLEEP:
@@ -115,9 +119,13 @@ def backoff(spins: int) -> None:
 
 @inner()
 def join(barrier: BarrierState, num_threads: int) -> tuple[int, int]:
-    """Join the team; return (index of this thread, size of the team), or (-1, 0) if too late.
+    """Join the team, and wait until it is complete.
 
-    The call waits until `num_threads` threads have joined, or for at most MAX_JOIN_SPINS polls.
+    The team is complete when `num_threads` threads have joined, or after MAX_JOIN_SPINS polls.
+
+    Returns:
+        The index of this thread in the team and the size of the team. If the team was already
+        complete, (-1, 0).
     """
     number = _atomic_load(barrier, _JOINED)
     while number < _CLOSED and not _compare_exchange(barrier, _JOINED, number, number + 1):
@@ -144,8 +152,8 @@ def arrive(barrier: BarrierState) -> None:
 
 @inner()
 def phase_done(barrier: BarrierState, count: int, times: int) -> Any:
-    """Return whether each of `count` threads has arrived at the barrier `times` times.
+    """Return whether each of the `count` threads has arrived at the barrier `times` times in total.
 
-    If so, all writes of these threads before their arrival are visible to this thread.
+    If the result is True, this thread sees all that those threads wrote before they arrived.
     """
     return _atomic_load(barrier, _ARRIVED) >= count * times

@@ -26,9 +26,10 @@ from penstock.kernels.cpu_common.emit import (
 from penstock.kernels.cpu_common.simd import simd_intrinsic
 
 TILE_K, TILES_ACROSS = 64, 4
-"""Inputs per step and vectors of 16 outputs per block, as in `linear/cpu_packed_int8`."""
+"""Number of inputs per step, and number of vectors of 16 outputs per block, as in
+`linear/cpu_packed_int8`."""
 
-_QUADS = TILE_K // 4  # words (of four inputs each) per step
+_QUADS = TILE_K // 4  # number of 32-bit words per step; a word contains four inputs
 _TILE_BYTES = _QUADS * 64
 _STEP_BYTES = TILES_ACROSS * _TILE_BYTES
 
@@ -38,7 +39,8 @@ def multiply_rows(num_rows: int, ahead: int):
 
     Args:
         num_rows: 1 to 6. With 6 rows, sums and weights fill 28 of the 32 registers.
-        ahead: number of bytes from the weights in use to those that are prefetched; 0: none.
+        ahead: prefetch distance in bytes: weights are prefetched this far after the weights in use.
+            0 means that nothing is prefetched.
     """
 
     @simd_intrinsic
@@ -86,7 +88,10 @@ def _index(builder, first, number, step: int):
 
 
 def _start_totals(builder, num_rows: int, first, column) -> list[list[Any]]:
-    """Emit variables [num_rows][TILES_ACROSS] with initial values; LLVM keeps them in registers."""
+    """Emit the sums [num_rows][TILES_ACROSS] as variables with initial values.
+
+    LLVM keeps these variables in registers.
+    """
     totals = [
         [cgutils.alloca_once(builder, WORDS) for _ in range(TILES_ACROSS)] for _ in range(num_rows)
     ]
@@ -99,7 +104,7 @@ def _start_totals(builder, num_rows: int, first, column) -> list[list[Any]]:
 
 
 def _load_weights(builder, given, at, ahead: int) -> list[Any]:
-    """Emit loads of the weights of four inputs for all 64 outputs; also prefetch later weights."""
+    """Emit loads of the weights of four inputs for 64 outputs, and prefetches `ahead` of them."""
     columns = []
     for c in range(TILES_ACROSS):
         index = builder.add(at, constant(c * _TILE_BYTES))
@@ -111,7 +116,7 @@ def _load_weights(builder, given, at, ahead: int) -> list[Any]:
 
 
 def _add_products(builder, totals, columns, inputs, at, width) -> None:
-    """Emit additions to `totals` of the products of each row's four inputs and `columns`."""
+    """Emit code that adds to `totals` the products of each row's four inputs and `columns`."""
     function = ir.FunctionType(WORDS, [WORDS] * 3)
     name = "llvm.x86.avx512.vpdpbusd.512"
     called = cgutils.get_or_insert_function(builder.module, function, name)

@@ -19,7 +19,7 @@ from penstock.workers.engine.engine import Engine
 from penstock.workers.engine.results import StepResult
 from penstock.workers.scheduling.sequence import NewSequence, StepPlan
 
-# tokens per chunk, and number of tokens that are computed one by one
+# Tokens per chunk of the second run, and number of tokens that the third run computes one by one.
 CHUNK_TOKENS, PREFIX_TOKENS = 37, 9
 _TWO = SamplingParams(temperature=0.0, max_tokens=2)
 
@@ -27,7 +27,7 @@ _TWO = SamplingParams(temperature=0.0, max_tokens=2)
 def check_batch_invariance(engine: Engine) -> None:
     """Raise ValueError if results depend on the chunks of a prompt or on other sequences.
 
-    Call this before the first submission, because it replaces the scheduler.
+    Call this before the first submission, because the check replaces the scheduler.
     """
     length = max(1, min(engine.limits.max_batched_tokens, engine.limits.max_model_len - 2))
     prompt, other = (_prompt(engine, length, first) for first in (7, 11))

@@ -45,7 +45,7 @@ class Engine:
 
     Args:
         config: settings of the worker.
-        progress: called with (done, total) bytes of weights.
+        progress: called with the number of bytes of weights that have been read, and their total.
         store: the rendezvous, if there are several ranks.
         decoder: a model that is already loaded.
         on_stage: called with the name of each start-up stage.
@@ -97,7 +97,7 @@ class Engine:
         self.outputs.remove(key)
 
     def request_yield(self, key: Key) -> None:
-        """Yield a sequence and lease its blocks at its next step boundary; ignore unknown keys."""
+        """Stop a sequence at its next step boundary and lease its blocks; ignore an unknown key."""
         self.batcher.request_yield(key)
 
     def step(self) -> StepResult:
@@ -121,7 +121,7 @@ class Engine:
         )
 
     def debug_state(self) -> dict[str, Any]:
-        """Return the load and the scheduler's state, without tokens. Works if the engine hangs."""
+        """Return the load and the scheduler's state, without tokens, even if the engine hangs."""
         return {"load": self.load()._asdict(), "scheduler": self.batcher.debug_state()}
 
     # ------------------------------------------------------------ start and end
@@ -129,8 +129,9 @@ class Engine:
     def warm_up(self, captured: ProgressCallback = lambda done, total: None) -> None:
         """Do one-time work, such as compiling kernels, before requests and KV transfers need it.
 
-        On a GPU, also capture the CUDA graphs of decode steps; `captured` gets (done, total). Call
-        this before the first submission, because it replaces the scheduler.
+        On a GPU, also capture the CUDA graphs of decode steps; `captured` is called with the number
+        of captured graphs and their total. Call this before the first submission, because the
+        warm-up replaces the scheduler.
         """
         self.executor.warm_up(captured)
         for new in warm_up_sequences(self.limits, compiles=self.cache.data.device.type == "cuda"):
@@ -185,7 +186,7 @@ def make_stepper(engine: Engine, changed: threading.Condition) -> SyncStepper | 
 
     Args:
         engine: the engine; its scheduler must not be replaced afterwards.
-        changed: notified by a stepper with a second thread when a step has been computed.
+        changed: condition that a stepper with a second thread notifies when it has computed a step.
     """
     batcher, executor, outputs = engine.batcher, engine.executor, engine.outputs
     if not engine.plans_ahead:

@@ -109,7 +109,8 @@ class EngineThread:
                 result = steps.advance(bool(commands))
                 if result.output is not None:
                     pulse.progressed(self._engine.outputs.times.longest)
-                # Commands may change the load. A step in flight reports the load when it ends.
+                # Commands may change the load, so report it after them. If a step is in flight, the
+                # load is reported when that step ends.
                 if not result.empty or (commands and not steps.busy):
                     result.cache = self._engine.cache_reporter.report()
                     self._call_on_loop(self._deliver, result, self._engine.load())
@@ -151,7 +152,7 @@ class EngineThread:
             self._call_on_loop(_resolve_all, answers)
 
     def _call_on_loop(self, function: Callable[..., object], *args: object) -> None:
-        with suppress(RuntimeError):  # RuntimeError means that the event loop is closed
+        with suppress(RuntimeError):  # raised if the event loop is closed
             self._loop.call_soon_threadsafe(function, *args)
 
 

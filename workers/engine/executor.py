@@ -84,7 +84,7 @@ class Executor:
         grammar: CompiledGrammar | None = None,
     ) -> None:
         """Set the sampling parameters of a row of the sequence table for a new sequence."""
-        with self.computing():  # launch the copies of parameters in the stream of the steps
+        with self.computing():  # copy the parameters on the stream that runs the steps
             self.sampler.admit(row, params, choice, grammar)
 
     def broadcast(self, plan: StepPlan) -> None:
@@ -102,7 +102,7 @@ class Executor:
         return self.sample(plan, logits, table)
 
     def begin_masks(self, plan: StepPlan, table: SequenceTable) -> None:
-        """Start to fill the token masks of a step, while the model computes.
+        """Start to fill a step's token masks on another thread, while the model computes.
 
         All earlier steps must have been committed, and `sample` must follow.
         """
@@ -147,7 +147,7 @@ class Executor:
                 drawn = self.runner.broadcast_tokens(drawn)
             logits = self.runner.run(plan, drawn)  # `run` returns while the device still computes
             rows, indices = plan.sampling_rows, _answer_indices(plan, table)
-            # `indices + 1` are the answer indices of the next step.
+            # `indices + 1` are the answer indices of the tokens that the next step samples.
             reads_log = self.sampler.masks.reads_log(rows, indices + 1)
             if len(plan.scored) or not self.sampler.can_sample_on_device(rows):
                 sampled = self.sample(plan, logits, table)
@@ -164,7 +164,8 @@ class Executor:
     def warm_up(self, captured: ProgressCallback) -> None:
         """Launch the kernels of KV transfers; on a GPU, also capture CUDA graphs of decode steps.
 
-        All ranks capture together. `captured` gets (done, total).
+        All ranks capture together. `captured` is called with the number of captured graphs and
+        their total.
         """
         with self.computing():
             warm_up_block_moves(self.runner.cache.data)
@@ -189,7 +190,10 @@ class Executor:
 
 
 def _answer_indices(plan: StepPlan, table: SequenceTable) -> Ints:
-    """Return the answer index [S] of each token to sample; earlier steps may be uncommitted."""
+    """Return [S]: index in its answer of each token to sample.
+
+    Earlier steps need not be committed.
+    """
     lengths = plan.context_lens[plan.samples]
     if len(plan.forks):
         lengths = np.concatenate((lengths, table.num_tokens[plan.forks[:, 1]]))

@@ -26,7 +26,7 @@ FIRST_POSITIONS = 64
 
 
 SCORED_ROWS = 128
-"""Maximum number of prompt tokens that are scored at once, to bound the memory of their logits."""
+"""Maximum number of prompt tokens whose logits are computed together, to bound the memory."""
 
 
 class ModelRunner:
@@ -53,8 +53,8 @@ class ModelRunner:
         self._windows = set() if self._latent else set(decoder.spec.windows)
         self._rope_tables = self._make_rope_tables(num_positions)
         self._step_graph = build_cpu_step_graph(decoder, cache)
-        # For the scored tokens of the newest step, the first item is the model's output.
-        # The second item is a function that computes logits from a slice of this output.
+        # The model's output for the scored tokens of the newest step, and the function that
+        # computes logits from a slice of this output.
         self._unscored: tuple[Tensor, Callable[[Tensor], Tensor]] | None = None
 
     @torch.inference_mode()
@@ -64,7 +64,7 @@ class ModelRunner:
         drawn: Tensor | None = None,
         beside: Callable[[], None] | None = None,
     ) -> Tensor:
-        """Run the model for a step: copy blocks, compute the tokens and write their KV.
+        """Run the model for a step: copy blocks, compute logits, and write the KV of the tokens.
 
         Args:
             plan: the plan of the step.
@@ -110,7 +110,7 @@ class ModelRunner:
     def broadcast_tokens(self, tokens: Tensor) -> Tensor:
         """Broadcast the tokens [T] of a step planned ahead from rank 0 to all ranks of its stage.
 
-        `tokens` is on the device; it is returned, and overwritten on ranks other than 0. All ranks
+        `tokens` is on the device. It is overwritten on ranks other than 0, and returned. All ranks
         of the stage must call this before they run a step planned ahead.
         """
         stage = self.decoder.ranks.stage if isinstance(self.decoder, Decoder) else None
@@ -127,7 +127,7 @@ class ModelRunner:
         return made if len(last) == len(made) else made[self._put(last)]
 
     def _append_forks(self, plan: StepPlan, logits: Tensor) -> Tensor:
-        """For each fork, append a copy of its leader's logits."""
+        """Append, for each fork of the step, a copy of the logits of the choice that is forked."""
         if not len(plan.forks):
             return logits
         return torch.cat((logits, logits[self._put(plan.forks[:, 0])]))

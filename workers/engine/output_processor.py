@@ -72,7 +72,8 @@ class OutputProcessor:
         result.logprobs, result.prompts = sampled.logprobs, sampled.prompts
         if sampled.forced or len(output.rows) < len(rows):
             of_row = dict(zip(rows.tolist(), sampled.logprobs, strict=True))
-            # Only the first token of each row was sampled. Forced tokens get None.
+            # Only the first token of each row was sampled. The forced tokens that follow it have no
+            # logprobs and get None.
             result.logprobs = [of_row.pop(row, None) for row in output.rows.tolist()]
         only_canary = self._has_canary and self._exclude_canary(plan, output)
         self.drain_events(result)

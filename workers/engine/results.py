@@ -24,15 +24,17 @@ class StepResult:
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     prompts: list[PromptLogprobs] = field(default_factory=list)
     beam_results: list[BeamResult] = field(default_factory=list)
-    # keys of sequences that ended because their logits were not finite, or every token was excluded
+    # keys of sequences that ended because their logits were not finite or no token was allowed
     failed: list[Key] = field(default_factory=list)
     yielded: list[Yielded] = field(default_factory=list)
     reserved: list[Reserved] = field(default_factory=list)
     finished: list[Key] = field(default_factory=list)
     # number of cached prompt tokens of each admitted sequence
     num_cached: dict[Key, int] = field(default_factory=dict)
-    preempted: list[Key] = field(default_factory=list)  # key of the sequence of each preemption
-    # The engine's thread sets this report before it passes the result on.
+    # key of the preempted sequence, for each preemption
+    preempted: list[Key] = field(default_factory=list)
+    # Report of stored and evicted blocks. The engine's thread sets it before it passes the result
+    # to the event loop.
     cache: CacheReport | None = None
 
     @property

@@ -61,7 +61,7 @@ class StepTimes:
         self._counts[bisect_left(STEP_BOUNDS, seconds)] += 1
 
     def add_tokens(self, num_tokens: int) -> None:
-        """Count tokens computed in prompts, or generated, by the step last passed to `add`."""
+        """Count the prompt and generated tokens that the step last passed to `add` computed."""
         self.num_tokens += num_tokens
         self._token_counts[bisect_left(STEP_TOKEN_BOUNDS, num_tokens)] += 1
 

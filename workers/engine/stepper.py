@@ -2,8 +2,8 @@
 
 With overlap, a second thread runs the model and samples, while the engine's thread plans, commits
 and applies commands. A step planned ahead starts as soon as the tokens of the previous step have
-been sampled, without waiting for the engine's thread. It samples only after the previous step has
-been committed, because penalties and similar settings read the answer so far.
+been sampled, without waiting for the engine's thread. The planned step samples only after the
+previous step has been committed, because penalties and similar settings read the answer so far.
 
 On a GPU, which computes asynchronously, the engine's thread also launches the steps. A step planned
 ahead is queued on the device after the running step and reads the tokens of the running step there.
@@ -105,7 +105,7 @@ class OverlapStepper:
         return self._num_uncommitted() > 0
 
     def advance(self, commanded: bool) -> StepResult:
-        """Commit a computed step, if there is one; plan a step if none is left uncommitted.
+        """Commit a computed step, if there is one; then plan a step if no uncommitted step is left.
 
         Args:
             commanded: True if commands were applied since the last call. A step planned ahead is
@@ -126,13 +126,14 @@ class OverlapStepper:
                 self._changed.notify_all()
         if not self.busy:
             plan = self._batcher.plan()
-            # these events set the sampling parameters of new rows
+            # These events set the sampling parameters of new rows, so process them before the step
+            # runs.
             self._outputs.drain_events(result)
             self._enqueue(plan)
         return result
 
     def plan_next(self) -> None:
-        """Plan a second step while one is in flight, unless the second needs the first's result."""
+        """Plan a second step while one is in flight, unless it needs the first's result."""
         if self._num_uncommitted() == 1:
             self._enqueue(self._batcher.plan())
 
@@ -165,7 +166,7 @@ class OverlapStepper:
             self._batcher.withdraw(plan)
 
     def _begin_masks(self) -> None:
-        """Start to fill the masks of the running step; all earlier steps must be committed."""
+        """Start to fill the token masks of the running step; earlier steps must be committed."""
         if self._computing is not None:
             self._executor.begin_masks(self._computing, self._batcher.table)
 
@@ -176,7 +177,8 @@ class OverlapStepper:
             while (plan := self._next()) is not None:
                 began = time.perf_counter()
                 with self._changed:
-                    # If a step is uncommitted, `advance` calls `_begin_masks` at its commit.
+                    # If the previous step is uncommitted, `advance` begins the masks when it
+                    # commits that step.
                     if not self._computed:
                         self._executor.begin_masks(plan, self._batcher.table)
                 self._executor.broadcast(plan)

@@ -33,9 +33,9 @@ MIN_PROMPT_TOKENS = 64  # prompts are not halved below this number of tokens
 def warm_up_sequences(limits: SchedulerConfig, compiles: bool) -> Iterator[NewSequence]:
     """Yield the sequences to run, one after another.
 
-    The first sequence has the longest prompt that fits into one step. If `compiles`, shorter
-    prompts follow (1/2, 1/4, ... of this length), because the kernels of an MoE layer depend on the
-    number of tokens. The last sequence then uses all sampling options.
+    The first sequence has the longest prompt that fits into one step. If `compiles` is True,
+    shorter prompts follow (1/2, 1/4, ... of this length), because the kernels of an MoE layer
+    depend on the number of tokens. After them, one more sequence uses all sampling options.
 
     Args:
         limits: limits of the scheduler.
@@ -61,8 +61,8 @@ def _prompt(length: int, params: SamplingParams) -> NewSequence:
 def warm_up_block_moves(kv: Tensor) -> None:
     """Launch each kernel of KV transfers and forks once, copying block 0 onto itself.
 
-    If the bytes of one head in one block are a multiple of 128, transfers of only some layers or
-    heads use the same kernels.
+    A transfer of only some layers or heads uses the same compiled kernels if the size of one head's
+    data in a block is a multiple of 128 bytes.
 
     Args:
         kv: this rank's whole KV cache (see `kernels.kv_cache.block_copy`); no other code may write

@@ -13,10 +13,10 @@ from penstock.workers.gpu.inputs import DecodeInputs, DeviceBatch
 from penstock.workers.scheduling.sequence import StepPlan
 
 Prepare = Callable[[HostBatch], None]
-"""Does the host's work for a step, before the step is captured or replayed."""
+"""Function that does the host's work for a step, before the step is captured or replayed."""
 
 Compute = Callable[[DeviceBatch], Tensor]
-"""Maps a batch to hidden states [T, hidden_size]. Such a function only launches kernels; it does
+"""Function that maps a batch to hidden states [T, hidden_size]. It only launches kernels and does
 not wait for the device."""
 
 
@@ -41,7 +41,8 @@ class CudaCaptures:
         with torch.cuda.stream(self._stream):
             compute()  # warm-up run: compiles kernels and initialises libraries
         graph = torch.cuda.CUDAGraph()
-        # "thread_local" lets other threads, such as those of KV transfers, use CUDA meanwhile.
+        # "thread_local" lets other threads, such as those of KV transfers, use CUDA during the
+        # capture.
         with torch.cuda.graph(
             graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
         ):

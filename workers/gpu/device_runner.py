@@ -48,14 +48,14 @@ class DeviceRunner(ModelRunner):
         deterministic: bool = False,
         attention: AttentionBackend | None = None,
     ) -> None:
-        """Create a runner; `attention` of None means our own attention."""
+        """Create a runner; if `attention` is None, it uses Penstock's own attention kernels."""
         super().__init__(decoder, cache, deterministic, num_positions=buckets.contexts[-1])
         self._buckets = buckets
         self._device = decoder.device
         self._attention = attention or NativeBackend("triton", deterministic)
         self._latent_planner = TiledPlanner(deterministic)
-        # The decoder, if pipeline stages may exchange its hidden states.
-        # A model of `transformers` is never divided into stages, so this is None for it.
+        # The decoder, if pipeline stages may exchange its hidden states. None for a model of
+        # `transformers`, which is never divided into stages.
         self._stage = decoder if isinstance(decoder, Decoder) else None
         self._graphs: DecodeGraphs | None = None
 
@@ -68,8 +68,8 @@ class DeviceRunner(ModelRunner):
     ) -> None:
         """Capture a decode step for each bucket.
 
-        If the model's steps may wait for the device (see `waits_for_device`), return at once; all
-        steps then run uncaptured.
+        If the model's steps may wait for the device (see `waits_for_device`), return without
+        capturing; all steps then run uncaptured.
 
         Args:
             captures: captures the steps.
@@ -95,7 +95,7 @@ class DeviceRunner(ModelRunner):
         self._graphs.capture(self._buckets.buckets() if buckets is None else buckets, progress)
 
     def drop_graphs(self) -> None:
-        """Drop all graphs, to free their memory and to end their references to this runner."""
+        """Drop all graphs, which frees their memory and removes their references to this runner."""
         self._graphs = None
 
     def _received_buffer(self, max_rows: int) -> Tensor | None:
@@ -141,7 +141,7 @@ class DeviceRunner(ModelRunner):
         )
 
     def _compute_captured(self, batch: DeviceBatch) -> Tensor:
-        """Compute a captured step. `batch.received`, an input of the graph, stays unchanged."""
+        """Compute a step to be captured; do not modify `batch.received`, which is a graph input."""
         if batch.received is not None:
             batch = replace(batch, received=batch.received.clone())
         return self._compute(batch)

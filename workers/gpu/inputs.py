@@ -16,14 +16,14 @@ _TOKENS, _POSITIONS, _SLOTS, _CONTEXTS = range(4)
 
 @dataclass(frozen=True, slots=True)
 class DeviceBatch:
-    """One ragged batch on the device: T tokens of B sequences. All tensors are int32."""
+    """One ragged batch on the device: T tokens of B sequences. Index tensors are int32."""
 
     tokens: Tensor  # [T]
     positions: Tensor  # [T]
     slots: Tensor  # [T]
-    query_starts: Tensor  # [B + 1]
+    query_starts: Tensor  # [B + 1] index of each sequence's first token, then T
     context_lens: Tensor  # [B]
-    block_tables: Tensor  # [B, M]; entries past a sequence's blocks are ignored
+    block_tables: Tensor  # [B, M] block numbers; entries past a sequence's blocks are ignored
     max_query: int  # upper bound of the number of tokens of a sequence in this batch
     max_context: int  # upper bound of `context_lens`
     received: Tensor | None = None  # [T, hidden_size] hidden states of the previous stage, if any

@@ -75,13 +75,14 @@ SPIN_CORES = 4
 def has_few_cores() -> bool:
     """Return whether threads that wait for the device must sleep, to leave the cores to others.
 
-    With more cores they spin, because a spinning wait ends a few microseconds earlier.
+    If there are at least `SPIN_CORES` cores, the threads spin, because a spinning wait ends a few
+    microseconds earlier.
     """
     return usable_cores() < SPIN_CORES
 
 
 def usable_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> float:
-    """Return how many cores this process may use: its CPU set, or the cgroup's quota if smaller."""
+    """Return the number of usable cores: the smaller of the CPU set and the cgroup's quota."""
     if sys.platform == "linux":
         cores = float(len(os.sched_getaffinity(0)))
     else:

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-# a long interval, because each read of the counts waits for the device
+# Interval between reads of the counts; long, because each read waits for the device.
 SECONDS_BETWEEN_READS = 10.0
-MIN_CHOICES = 16  # mean number of choices per expert below which no ratio is computed
+MIN_CHOICES = 16  # below this mean number of choices per expert, no ratio is computed
 
 
 class ExpertBalance:
@@ -26,9 +26,10 @@ class ExpertBalance:
     def ratio(self, now: float) -> float:
         """Return the number of choices of a layer's busiest expert, divided by the experts' mean.
 
-        The ratio is averaged over layers, and covers the tokens computed between the last two reads
-        of the counts. 1 means that all experts are chosen equally often, E (the number of experts)
-        that all choices are the same expert, and 0 that the ratio is not known yet.
+        The ratio is averaged over layers. It covers the tokens computed between two reads of the
+        counts, which are at least `SECONDS_BETWEEN_READS` apart. A ratio of 1 means that all
+        experts are chosen equally often. A ratio of E (the number of experts) means that all
+        choices are the same expert. 0 means that the ratio is not known yet.
 
         Args:
             now: current time in seconds; any clock.

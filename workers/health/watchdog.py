@@ -2,8 +2,8 @@
 
 Each activity that must make progress has a `ProgressTimer`, and a thread checks all timers. If a
 timer is late, the thread writes a crash dump (see `crash_dump`) and exits with `EXIT_HUNG`. The
-watchdog cannot detect that its process is suspended or that the GIL is never released; then other
-processes notice that they get no messages.
+watchdog cannot detect that its process is suspended or that the GIL is never released. In these
+cases, other processes detect that this process sends no messages.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ EXIT_HUNG = 86
 """Exit code of a process that its watchdog has ended."""
 
 HANG_FACTOR = 5.0
-"""A step may take this many times as long as the longest recent step."""
+"""Time limit of a step, as a multiple of the longest recent step."""
 
 WRITE_SECONDS = 5.0  # time limit for the crash dump, because the file system may hang too
 NOTIFY_SECONDS = 1.0  # time for `notify` to take effect before the exit

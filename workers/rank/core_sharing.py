@@ -80,7 +80,7 @@ class CoreMarks:
             kind, _, first, length, _ = struct.unpack(
                 _FLOCK, fcntl.fcntl(self._file, fcntl.F_GETLK, query)
             )
-            # F_GETLK returns one of the locks in the range: search on both sides of this lock
+            # F_GETLK returns only one lock of the range, so search on both sides of this lock too
             if kind != fcntl.F_UNLCK:
                 found.append(length)
                 if first > start:
@@ -157,7 +157,8 @@ class CoreSharing:
         Call this on the thread that computes the step.
         """
         if not self._is_marked:
-            # Mark first, then read: if two workers start at once, at least one sees the other.
+            # Mark first, then read: if two workers start at the same time, at least one sees the
+            # other.
             self._marks.mark(self._own)
             self._is_marked = True
         threads = threads_of_step(self._own, self._limit, self._marks.others())
@@ -184,7 +185,8 @@ def open_core_sharing(
 
     Args:
         own: share of the cores.
-        limit: number of threads of a step if no other worker computes; the usable cores bound it.
+        limit: number of threads of a step if no other worker computes; reduced to the number of
+            usable cores if larger.
         set_threads: sets the number of threads of the calling thread's parallel loops.
     """
     if sys.platform != "linux":  # other systems lay out `struct flock` differently

@@ -14,7 +14,7 @@ from penstock.kernels.kv_cache.format import KvCacheFormat
 from penstock.workers.models.protocols import ModelInfo
 from penstock.workers.parallel.mesh import Mesh
 
-KV_TRANSFER_VERSION = 2  # increased when the meaning of transferred blocks changes
+KV_TRANSFER_VERSION = 2  # increase it when the meaning of transferred blocks changes
 
 _NUM_SAMPLES = 64
 _SAMPLE_BYTES = 4096

@@ -30,7 +30,7 @@ else:
     wire = LazyModule("penstock.protos.ranks_pb2")
 
 
-WARM_UP_LIMIT = timedelta(days=1)  # longer than the supervisor's limit for a start
+WARM_UP_LIMIT = timedelta(days=1)  # longer than the supervisor's time limit for a worker's start
 
 SERVING_KEY = "serving"
 """Key that rank 0 sets in the rendezvous store once its warm-up has ended."""

@@ -15,7 +15,8 @@ class KvCache:
     """Paged keys and values of all layers, indexed by the scheduler's block numbers.
 
     `data` is [num_layers, sides, num_blocks, heads, block_size, W], initially zero. `kv_shape` is
-    (sides, heads, features), and W is the format's `slot_elements(features)`.
+    (sides, heads, features): there are two sides (K and V), or one with MLA. W is the format's
+    `slot_elements(features)`.
     """
 
     def __init__(
@@ -63,10 +64,10 @@ def choose_cache_format(
 
 
 def check_cache_format(name: str, spec: ModelSpec) -> None:
-    """Raise ValueError if a KV cache of codes with scales cannot hold this model's keys and values.
+    """Raise ValueError if the cache format `name` cannot store this model's keys and values.
 
     Args:
-        name: a value of `kv_cache_dtype`.
+        name: a value of `kv_cache_dtype`. Only formats of 8-bit values with scales can be refused.
         spec: the model.
     """
     if name == "auto" or not FORMATS[name].has_scales:

@@ -9,9 +9,12 @@ from penstock.workers.config import StepSizes, WorkerConfig
 from penstock.workers.kv_transfer.buffers import reserved_bytes
 from penstock.workers.models.protocols import ModelInfo
 
-_CPU_FRACTION = 0.25  # share of available memory; other workers and the router need memory too
-_GPU_FRACTION = 0.85  # share of the memory that is free after loading, if steps are not profiled
-_GPU_FRACTION_OF_REST = 0.97  # share of the memory free after profiling
+# Fraction of the host's available memory; other workers and the router need memory too.
+_CPU_FRACTION = 0.25
+# Fraction of the GPU memory that is free after loading, if steps are not profiled.
+_GPU_FRACTION = 0.85
+# Fraction of the GPU memory that steps and KV transfers leave free, if steps are profiled.
+_GPU_FRACTION_OF_REST = 0.97
 
 
 def choose_num_blocks(

@@ -57,7 +57,8 @@ from penstock.workers.weights.quantized_method import has_int4_groups
 from penstock.workers.weights.sharding import kv_heads
 
 ProgressCallback = Callable[[int, int], None]
-"""Called with (done, total): bytes of weights read, or graphs captured."""
+"""Callback with (done, total): the number of bytes of weights read so far, or of graphs captured so
+far, and the total number."""
 
 COMPILING = "compiling CPU kernels, first start only"
 WARMING_UP = "warming up"
@@ -246,7 +247,7 @@ def _loop_groups(config: WorkerConfig, device: torch.device) -> list[KernelGroup
     if "int4" in products and not has_int4_products(device, dtype):
         products = products - {"int4"} | {"weight-only"}
     if "int4" in products and not single_rank:
-        products.add("weight-only")  # for ranks whose inputs begin inside a group
+        products.add("weight-only")  # for ranks whose inputs begin inside a quantization group
     keeps = keeps_blocks(
         config.model, config.quantization, config.deterministic, device, dtype
     ) and has_packable_blocks(config.model)
@@ -256,14 +257,14 @@ def _loop_groups(config: WorkerConfig, device: torch.device) -> list[KernelGroup
 
 
 def _products(scheme: WeightScheme) -> set[Products]:
-    """Return the kind of products of a quantized checkpoint, on a CPU that has all kinds."""
+    """Return the kind of matrix products that a quantized checkpoint needs on the best CPUs."""
     if scheme.allows_int8_products:
         return {"int8"}
     return {"int4"} if has_int4_groups(scheme) else {"weight-only"}
 
 
 def _online_products(quantization: str) -> set[Products]:
-    """Return the kinds of products of weights that are quantized while they are loaded."""
+    """Return the kinds of matrix products of weights that are quantized while they are loaded."""
     if quantization == "int8":
         return {"int8"}
     if quantization == "int4":

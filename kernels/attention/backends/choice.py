@@ -24,10 +24,10 @@ from penstock.kernels.attention.triton_launch import Batch
 log = logging.getLogger(__name__)
 
 MAX_ERROR = 0.03
-"""Largest accepted difference to the reference, relative to the largest value of the trial; the
-rounding of bfloat16 probabilities and outputs is below 0.01."""
+"""Largest accepted difference between a backend's result and the reference, divided by the largest
+value of the reference. The rounding of bfloat16 probabilities and outputs causes less than 0.01."""
 
-TRIAL_COLUMNS = 3  # blocks per sequence in the trial
+TRIAL_COLUMNS = 3  # columns of the test's block tables: maximum number of blocks per sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,9 @@ EXTERNAL = {
 def choose_attention_backend(
     name: str, request: AttentionRequest, device: torch.device
 ) -> AttentionBackend:
-    """Return the backend `name`, or the native backend if `name` cannot be used. Log the choice.
+    """Return the backend `name`, or the native backend if `name` cannot be used.
+
+    The function logs the choice and, if `name` cannot be used, the reason.
 
     Args:
         name: "auto" (the native backend), or a key of `EXTERNAL`.
@@ -82,13 +84,13 @@ def choose_attention_backend(
 
 
 def try_backend(backend: AttentionBackend, request: AttentionRequest, device: torch.device) -> None:
-    """Compute small steps with a backend, and compare them with the reference.
+    """Compute two small steps with a backend, and compare the results with the reference.
 
-    There are two steps. The first mixes a prefill chunk that follows a cached prefix with single
-    tokens. The second is a decode step, planned like a step that a CUDA graph captures.
+    The first step has a prefill chunk, which follows a cached prefix, and two sequences with a
+    single token. The second step is a decode step, planned like a step that a CUDA graph captures.
 
     Raises:
-        ValueError: a result is wrong. Errors of the backend are raised as well.
+        ValueError: a result is wrong. Exceptions of the backend are passed on as well.
     """
     size = request.block_size
     longest = TRIAL_COLUMNS * size
@@ -150,7 +152,7 @@ def _check(found: Tensor, expected: Tensor, window: int) -> None:
             f"its result has the shape {list(found.shape)}, expected {list(expected.shape)}"
         )
     error = float((found - expected).abs().max() / expected.abs().max())
-    if not error <= MAX_ERROR:  # `not <=` also rejects an error of NaN
+    if not error <= MAX_ERROR:  # unlike `>`, `not <=` also rejects NaN
         raise ValueError(
             f"with a window of {window} positions (0: none), its result differs from the reference "
             f"by {error:.2g} of the largest value; at most {MAX_ERROR} is accepted"

@@ -1,8 +1,9 @@
 """FlashAttention-3 as an attention backend: `flash_attn_with_kvcache` of `flash_attn_interface`.
 
 The function reads lengths and block tables from the device, so a CUDA graph can capture the call.
-The cache must be [pages, page size, heads, D], with any strides of the first three dimensions, so
-the argument is a transposed view of our cache. Not run yet: see docs/gpu.md.
+The function expects a cache with the shape [pages, page size, heads, D], and allows any strides of
+the first three dimensions. This backend therefore passes a transposed view of Penstock's cache.
+The backend has not been run yet: see docs/gpu.md.
 """
 
 from dataclasses import dataclass
@@ -38,9 +39,9 @@ def supports(request: AttentionRequest) -> str:
 
 @dataclass(frozen=True, slots=True)
 class FlashAttentionBackend:
-    """Calls FlashAttention-3 once per layer; does no work on the host to prepare a step."""
+    """Calls FlashAttention-3 once per layer. Its `prepare` does nothing."""
 
-    function: Any  # the function `flash_attn_with_kvcache`
+    function: Any  # FlashAttention's function `flash_attn_with_kvcache`
     request: AttentionRequest
     name: str = "fa3"
     grids_follow_context: bool = True
@@ -62,7 +63,8 @@ class FlashAttentionBackend:
     ) -> AttentionPlan:
         check_device_batch(batch, layer, max_context)
         num_blocks = -(-max_context // layer.shape[3])
-        # Drop unused columns: the grid of a captured graph grows with the number of columns.
+        # Drop unused columns of the block table, because the grid of a captured graph grows with
+        # the number of columns.
         narrow = Batch(batch.query_starts, batch.context_lens, batch.tables[:, :num_blocks])
         return AttentionPlan(_Plan(self.function, narrow, max_query, window), layer, "T")
 

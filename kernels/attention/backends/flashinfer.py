@@ -1,9 +1,9 @@
 """FlashInfer as an attention backend, with FlashInfer's wrappers for paged decode and prefill.
 
-A wrapper's `plan` reads lengths on the host and is not part of a CUDA graph. Each number of rows of
-a graph has its own decode wrapper, and the graph reads the buffers of this wrapper. Steps without
-a graph use one prefill wrapper. Our cache has FlashInfer's layout "HND". Not run yet: see
-docs/gpu.md.
+A wrapper's `plan` reads lengths on the host and is not part of a CUDA graph. Each sliding window
+has its own wrappers. CUDA graphs use decode wrappers, one for each number of rows, and read the
+buffers of these wrappers. All steps without a graph use one prefill wrapper. Penstock's cache has
+the layout that FlashInfer calls "HND". The backend has not been run yet: see docs/gpu.md.
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,8 @@ WORKSPACE_BYTES = 128 << 20
 """Size of the workspace that all wrappers share; FlashInfer's documentation recommends it."""
 
 TENSOR_CORE_GROUP = 4
-"""Query heads per KV head from which decode steps use the kernels for tensor cores."""
+"""Decode steps use FlashInfer's tensor core kernels if a KV head has at least this number of query
+heads."""
 
 
 def supports(request: AttentionRequest) -> str:
@@ -49,11 +50,14 @@ def supports(request: AttentionRequest) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PageLists:
-    """The blocks of a step as FlashInfer expects them; int32 tensors on the host."""
+    """The blocks of a step's B sequences, in the form that FlashInfer expects.
 
-    starts: Tensor  # [B + 1] index of each sequence's first page in `pages`
-    pages: Tensor  # [starts[B]] block numbers
-    last_page_lens: Tensor  # [B] positions in the last page, at least 1
+    FlashInfer calls a block a page. The tensors are int32 and on the host.
+    """
+
+    starts: Tensor  # [B + 1] index in `pages` of each sequence's first page; then len(pages)
+    pages: Tensor  # [starts[B]] block numbers of all sequences, one sequence after another
+    last_page_lens: Tensor  # [B] number of positions in each sequence's last page, at least 1
 
 
 def page_lists(context_lens: Ints, block_tables: Ints, block_size: int) -> PageLists:
@@ -81,11 +85,12 @@ class FlashInferBackend:
         self._request = request
         self._device = device
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-        self._prefill: dict[int, Any] = {}  # window -> wrapper
-        self._decode: dict[tuple[int, int], Any] = {}  # (window, rows of the graph) -> wrapper
+        self._prefill: dict[int, Any] = {}  # window -> prefill wrapper
+        # (window, rows of the graph) -> decode wrapper
+        self._decode: dict[tuple[int, int], Any] = {}
         # window -> wrapper that is planned for the prepared step
         self._current: dict[int, Any] = {}
-        # id of a wrapper -> event that follows the copy of the wrapper's last plan to the device
+        # id of a wrapper -> event recorded after the copy of the wrapper's last plan to the device
         self._copied: dict[int, torch.cuda.Event] = {}
 
     @classmethod
@@ -138,7 +143,8 @@ class FlashInferBackend:
     def _wait_for_last_plan(self, wrapper: Any) -> None:
         """Wait until the device has copied the last plan from the wrapper's pinned memory.
 
-        The wait is short, because the device copies a plan before it runs the plan's step.
+        Without this wait, a new plan could overwrite the last plan too early. The wait is short,
+        because the device copies a plan before it runs the plan's step.
         """
         event = self._copied.get(id(wrapper))
         if event is not None:
@@ -152,10 +158,10 @@ class FlashInferBackend:
         return wrapper
 
     def _decode_wrapper(self, window: int, batch: HostBatch) -> Any:
-        """Return the wrapper of a graph.
+        """Return the decode wrapper for CUDA graphs with the number of rows of `batch`.
 
-        The first call creates the wrapper, with buffers for the blocks of `batch`. Later steps of
-        the graph fit into these buffers, because the first step has the widest block table.
+        The first call creates the wrapper, with buffers for the blocks of `batch`. The blocks of
+        later steps fit into these buffers, because the first step has the widest block table.
         """
         num_rows, num_columns = batch.block_tables.shape
         wrapper = self._decode.get((window, num_rows))

@@ -1,8 +1,8 @@
 """The interface of attention backends on a GPU, and the model properties that backends check.
 
-A backend computes `paged_attention` for the steps of a GPU. Two methods prepare a step. `prepare`
-gets the lengths on the host, outside of a CUDA graph. `plan` gets the tensors on the device, and
-may be called while a graph is captured. Before a replay of a graph, only `prepare` is called.
+A backend computes `paged_attention` for all steps on a GPU. Two methods prepare a step. `prepare`
+gets the lengths on the host, and is never part of a CUDA graph. `plan` gets tensors on the device,
+and may be called while a graph is captured. Before a replay of a graph, only `prepare` is called.
 """
 
 from dataclasses import dataclass
@@ -20,53 +20,59 @@ Ints: TypeAlias = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class AttentionRequest:
-    """Properties of a model and a device, from which a backend decides whether it supports both."""
+    """Properties of a model and a device, from which a backend decides if it supports the pair."""
 
     device: str  # "cuda" or "cpu"
     capability: tuple[int, int]  # compute capability of an NVIDIA GPU; (0, 0) for other devices
     dtype: str  # dtype of queries, for example "bfloat16"
-    cached: str  # dtype of the KV cache
+    cached: str  # dtype of the KV cache, for example "bfloat16"
     num_heads: int  # query heads of this rank
     num_kv_heads: int
     head_dim: int
     block_size: int
-    windows: tuple[int, ...]  # sliding windows of the layers; 0: none
-    scale: float | None  # scores are multiplied by this; None: 1 / sqrt(head_dim)
-    cap: float = 0.0  # soft cap of scores; 0: none
+    windows: tuple[int, ...]  # sliding windows of the layers; 0 for a layer without a window
+    scale: float | None  # factor of the scores; None means 1 / sqrt(head_dim)
+    cap: float = 0.0  # soft cap of the scores; 0 if there is none
     has_sinks: bool = False
     has_alibi: bool = False
-    is_latent: bool = False  # MLA
-    is_native: bool = True  # False if the model's code is that of `transformers`
+    is_latent: bool = False  # True if the model uses MLA
+    is_native: bool = True  # False if the model runs through the code of `transformers`
     deterministic: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class HostBatch:
-    """The lengths and blocks of a step, on the host."""
+    """The lengths and blocks of a step with B sequences, on the host."""
 
-    query_starts: Ints  # [B + 1]
-    context_lens: Ints  # [B]
-    block_tables: Ints  # [B, M]; entries past a sequence's blocks are undefined
-    # True if a CUDA graph of B rows with one token each computes the step.
-    # The first step of a graph is the step that is captured, and its block table is the widest.
+    query_starts: Ints  # [B + 1] first query row of each sequence, then the number of query rows
+    context_lens: Ints  # [B] length of each sequence, including this step's tokens
+    block_tables: Ints  # [B, M] block numbers; entries past a sequence's blocks are undefined
+    # True if a CUDA graph computes the step; each of the B sequences then has one query token.
+    # The first step of a graph is the captured one. No later step has a wider block table.
     is_captured: bool = False
 
 
 class AttentionBackend(Protocol):
-    """Computes the attention of one model runner's steps."""
+    """Prepares and computes attention for the steps of one model runner."""
 
     @property
     def name(self) -> str:
-        """Name for the log."""
+        """Name of the backend in log messages."""
         ...
 
     @property
     def grids_follow_context(self) -> bool:
-        """Whether a graph captured for long contexts is slow when it computes short contexts."""
+        """Whether the grids of a captured graph grow with the longest context of the graph.
+
+        If so, a graph that was captured for long contexts is slow when it computes short contexts.
+        """
         ...
 
     def prepare(self, batch: HostBatch) -> None:
-        """Do the host's work for the next step, also if a CUDA graph will compute the step."""
+        """Do the host's work for the next step.
+
+        This call is also necessary if the step is a replay of a CUDA graph.
+        """
         ...
 
     def plan(
@@ -79,14 +85,18 @@ class AttentionBackend(Protocol):
     ) -> AttentionPlan:
         """Plan the prepared step for all layers with this window.
 
-        The arguments are those of `plan_attention_on_device`. The method may launch kernels, but
-        must not do other work, so that a graph can capture it.
+        `max_query` is the largest number of query tokens of a sequence. The other arguments are
+        those of `plan_attention_on_device`. The method may launch kernels, but must not do other
+        work, so that a graph can capture it.
         """
         ...
 
 
 def common_reason(request: AttentionRequest) -> str:
-    """Return the reason why no external backend supports `request`, or "" if one may."""
+    """Return the reason why no external backend can support `request`.
+
+    The result is "" if there is no such reason; each backend must then check its own conditions.
+    """
     if request.device != "cuda":
         return "it needs a CUDA device"
     if request.deterministic:

@@ -9,7 +9,7 @@ from penstock.kernels.attention.triton_plan import TiledPlanner
 
 
 class NativeBackend:
-    """Runs Penstock's Triton attention kernels; the host plans their work items for each step."""
+    """Runs Penstock's Triton attention kernels. For each step, the host plans their work items."""
 
     grids_follow_context = False
 
