@@ -49,6 +49,26 @@ CASES: dict[str, tuple[str, WeightScheme, dict[str, Any]]] = {
         WeightScheme("int8", 8, per_tensor=True),
         {"num_bits": 8, "strategy": "tensor"},
     ),
+    "int8 groups": (
+        "int-quantized",
+        WeightScheme("int8", 8, 32),
+        {"num_bits": 8, "strategy": "group", "group_size": 32},
+    ),
+    "int8, asymmetric": (
+        "int-quantized",
+        WeightScheme("int8", 8, symmetric=False),
+        {"num_bits": 8, "strategy": "channel", "symmetric": False},
+    ),
+    "int8 groups, asymmetric": (
+        "int-quantized",
+        WeightScheme("int8", 8, 64, symmetric=False),
+        {"num_bits": 8, "strategy": "group", "group_size": 64, "symmetric": False},
+    ),
+    "fp8 per tensor": (
+        "float-quantized",
+        WeightScheme("fp8", 8, per_tensor=True),
+        {"num_bits": 8, "strategy": "tensor", "type": "float"},
+    ),
     "fp8": (
         "float-quantized",
         WeightScheme("fp8", 8),
