@@ -5,6 +5,7 @@ Weights are dequantized from the codes before packing, in float64.
 """
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,11 +135,12 @@ def compressed(weights: dict[str, Any], form: str, inputs: dict[str, Any] | None
     }  # fmt: skip
 
 
-def packed(bits: int, size: int, symmetric: bool) -> Form:
+def packed(bits: int, size: int, symmetric: bool, act_order: bool = False) -> Form:
     strategy = "channel" if size < 0 else "group"
 
     def quantize(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        groups = groups_of(weight, size)
+        order = np.random.default_rng(weight.shape[1]).permutation(weight.shape[1])
+        groups = groups_of(weight, size, order if act_order else None)
         found, scales, zeros = quantize_integers(weight, bits, groups, symmetric)
         tensors = {
             "weight_packed": packed_words(found.codes, bits),
@@ -147,11 +149,14 @@ def packed(bits: int, size: int, symmetric: bool) -> Form:
         }
         if not symmetric:
             tensors["weight_zero_point"] = packed_words(zeros.T, bits).T.contiguous()
+        if act_order:
+            tensors["weight_g_idx"] = torch.from_numpy(groups.astype(np.int32))
         return tensors, found.dequantized()
 
     weights = {
         "num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": strategy,
         "group_size": None if size < 0 else size, "dynamic": False,
+        "actorder": "group" if act_order else None,
     }  # fmt: skip
     return Form(compressed(weights, "pack-quantized", None), quantize)
 
@@ -251,6 +256,8 @@ WEIGHT_ONLY: dict[str, Form] = {
     "int8-groups": int8(activations=False, size=32),
     "packed-4-groups": packed(4, 32, True),
     "packed-4-asymmetric": packed(4, 64, False),
+    "packed-4-act-order": packed(4, 32, True, act_order=True),
+    "packed-4-asymmetric-act-order": packed(4, 64, False, act_order=True),
     "packed-4-channel": packed(4, -1, True),
     "packed-8-groups": packed(8, 32, True),
     "packed-8-asymmetric": packed(8, 64, False),
@@ -274,6 +281,10 @@ FLOAT = Form({}, lambda weight: ({"weight": weight}, weight))
 """No quantization."""
 
 
+FLOAT_MODULES = ("embed_tokens", "embeddings", "wte", "lm_head", ".gate", "shared_expert_gate")
+"""Endings of the names of modules that stay float: embeddings, heads and routers."""
+
+
 def small() -> dict[str, Any]:
     """Return model sizes that are multiples of 64 but not of 128."""
     return {
@@ -284,16 +295,19 @@ def small() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def make_quantized(folder: Path, form: Form, config: Any = None) -> Any:
-    """Write a quantized checkpoint; return the `transformers` model of the dequantized weights.
+KINDS = {"dtype": torch.float32, "experts_implementation": "eager"}
+"""Arguments with which `transformers` makes and loads the models."""
+
+
+def save_float_model(folder: Path, config: Any = None) -> Path:
+    """Write a model with random weights and its tokenizer; return the folder.
 
     Args:
         config: configuration of `transformers`; None: a small Llama.
     """
     torch.manual_seed(0)
-    kinds = {"dtype": torch.float32, "experts_implementation": "eager"}
     model: Any = transformers.AutoModelForCausalLM.from_config(
-        config or transformers.LlamaConfig(**small(), tie_word_embeddings=False), **kinds
+        config or transformers.LlamaConfig(**small(), tie_word_embeddings=False), **KINDS
     ).eval()
     for name, parameter in model.named_parameters():
         around = 1.0 if "norm" in name else 0.0
@@ -301,19 +315,35 @@ def make_quantized(folder: Path, form: Form, config: Any = None) -> Any:
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
     make_tokenizer(folder)
+    return folder
+
+
+def make_quantized(
+    folder: Path, form: Form, config: Any = None, float_model: Path | None = None
+) -> Any:
+    """Write a quantized checkpoint; return the `transformers` model of the dequantized weights.
+
+    Args:
+        config: configuration of `transformers`; None: a small Llama.
+        float_model: folder of `save_float_model` that is quantized instead of a new model.
+    """
+    if float_model is None:
+        save_float_model(folder, config)
+    else:
+        shutil.copytree(float_model, folder, dirs_exist_ok=True)
     tensors: dict[str, Tensor] = {}
     dequantized = {}
     for name, value in load_file(folder / "model.safetensors").items():
         module = name.removesuffix(".weight")
         is_matrix = name.endswith(".weight") and value.dim() == 2
-        if not is_matrix or module.endswith(("embed_tokens", "embeddings", "lm_head", ".gate")):
+        if not is_matrix or module.endswith(FLOAT_MODULES):
             tensors[name] = value
             continue
         stored, dequantized[name] = form.quantize(value)
         tensors |= {f"{module}.{suffix}": each.contiguous() for suffix, each in stored.items()}
     # Load the model from the saved names: `save_pretrained` may have split stacked experts.
     save_file(load_file(folder / "model.safetensors") | dequantized, folder / "model.safetensors")
-    reference = transformers.AutoModelForCausalLM.from_pretrained(folder, **kinds).eval()
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder, **KINDS).eval()
     save_file(tensors, folder / "model.safetensors")
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": form.config}))
