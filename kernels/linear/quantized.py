@@ -48,7 +48,7 @@ from penstock.kernels.triton_common.launch import runs_kernels, use_triton
 Kind = Literal["int4", "int8", "fp8", "e2m1", "nf4", "fp4"]
 
 TILE_WEIGHTS = 1 << 20
-"""Maximum number of weights that `TiledLinear` holds as floats, unless one row has more."""
+"""Maximum number of weights that are converted or compared at once, unless one row has more."""
 
 KIND_NUMBERS: dict[Kind, int] = {
     "int4": code_kinds.INT4,
@@ -363,8 +363,12 @@ def _scales(matrix: QuantizedMatrix) -> Tensor:
     if matrix.kind != "fp8":
         return matrix.scales
     scales = matrix.scales * 2.0**8
-    outputs, inputs = torch.nonzero(matrix.codes & 127 == 127, as_tuple=True)
-    scales[outputs, matrix.groups[inputs].long()] = torch.nan
+    num_outputs, num_inputs = matrix.shape
+    count = max(1, TILE_WEIGHTS // num_inputs)  # bounds the memory for the comparison
+    for first in range(0, num_outputs, count):
+        is_nan = matrix.codes[first : first + count] & 127 == 127
+        outputs, inputs = torch.nonzero(is_nan, as_tuple=True)
+        scales[first + outputs, matrix.groups[inputs].long()] = torch.nan
     return scales
 
 

@@ -152,7 +152,10 @@ def test_row_bits_are_the_same_for_any_rows_and_threads(kind: Kind, act_order: b
 
 
 @pytest.mark.parametrize("pack", [tiled, pack_quantized])
-def test_fp8_codes_have_the_values_of_torch(pack: Callable[..., TiledLinear]) -> None:
+def test_fp8_codes_have_the_values_of_torch(
+    pack: Callable[..., TiledLinear], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantized, "TILE_WEIGHTS", 64)  # NaN codes are not in the first tile
     codes = torch.arange(256, dtype=torch.uint8).view(16, 16)
     scales, zeros = torch.ones(16, 1), torch.zeros(16, 0, dtype=torch.uint8)
     given = QuantizedMatrix("fp8", codes, scales, zeros, even_groups(16, 16, CPU))
