@@ -4,18 +4,22 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from penstock.kernels.linear.cpu_packed_f32 import has_avx512
 from penstock.workers.models.decoder import empty_decoder
 from penstock.workers.models.spec import read_spec
 from tests.support.checkpoints import VOCAB_SIZE, make_tokenizer
 from tests.support.gguf_files import write_gguf
+from tests.support.quantized import fp8_blocks
+from tests.support.quantized_fp4 import NF4, bitsandbytes, mxfp4
 
 HIDDEN, INNER, LAYERS, NUM_EXPERTS = 768, 3072, 6, 16
 CONFIG = {
@@ -51,8 +55,8 @@ BUFFERS = 12 << 20
 
 PACKED = CONFIG | {"hidden_size": 1024, "intermediate_size": 8192, "num_attention_heads": 16,
                    "num_key_value_heads": 16}  # fmt: skip
-LARGEST_PACKED = 2 * 1024 * 8192 // 2
-"""Bytes of gate and up with codes of 4 bits; as float32, they have eight times as many."""
+GATE_AND_UP = 2 * 1024 * 8192
+"""Weights of gate and up; as codes, they have at most a quarter of the bytes of float32."""
 
 LOAD = """
 import sys
@@ -120,9 +124,66 @@ def memory_of(folders: tuple[Path, Path], quantization: str) -> tuple[int, int]:
     return peak, finished
 
 
+def gptq_tensors(outputs: int, inputs: int) -> dict[str, Tensor]:
+    return {
+        "qweight": torch.zeros(inputs // 8, outputs, dtype=torch.int32),
+        "qzeros": torch.zeros(inputs // 128, outputs // 8, dtype=torch.int32),
+        "scales": torch.full((inputs // 128, outputs), 0.01, dtype=torch.float16),
+    }
+
+
+def awq_tensors(outputs: int, inputs: int) -> dict[str, Tensor]:
+    codes = torch.zeros(inputs, outputs // 8, dtype=torch.int32)
+    return gptq_tensors(outputs, inputs) | {"qweight": codes}
+
+
+def fp8_tensors(outputs: int, inputs: int) -> dict[str, Tensor]:
+    return {
+        "weight": torch.zeros(outputs, inputs).to(torch.float8_e4m3fn),
+        "weight_scale_inv": torch.full((outputs // 128, inputs // 128), 0.01),
+    }
+
+
+def mxfp4_tensors(outputs: int, inputs: int) -> dict[str, Tensor]:
+    return {
+        "weight_packed": torch.zeros(outputs, inputs // 2, dtype=torch.uint8),
+        "weight_scale": torch.full((outputs, inputs // 32), 120, dtype=torch.uint8),
+    }
+
+
+def nf4_tensors(outputs: int, inputs: int) -> dict[str, Tensor]:
+    """Return tensors with double quantization."""
+    size = outputs * inputs
+    state = {
+        "quant_type": "nf4", "blocksize": 64, "dtype": "float16", "shape": [outputs, inputs],
+        "nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 0.01,
+    }  # fmt: skip
+    return {
+        "weight": torch.zeros(size // 2, 1, dtype=torch.uint8),
+        "weight.absmax": torch.zeros(size // 64, dtype=torch.uint8),
+        "weight.quant_map": torch.from_numpy(NF4.copy()),
+        "weight.nested_absmax": torch.full((size // 64 // 256,), 0.01),
+        "weight.nested_quant_map": torch.linspace(-1, 1, 256),
+        "weight.quant_state.bitsandbytes__nf4": torch.tensor(
+            list(json.dumps(state).encode()), dtype=torch.uint8
+        ),
+    }
+
+
+INTEGERS = {"bits": 4, "group_size": 128, "zero_point": True}
+METHODS: dict[str, tuple[dict[str, Any], Callable[[int, int], dict[str, Tensor]], float]] = {
+    "gptq": ({"quant_method": "gptq", **INTEGERS}, gptq_tensors, 0.5),
+    "awq": ({"quant_method": "awq", **INTEGERS}, awq_tensors, 0.5),
+    "fp8": (fp8_blocks().config, fp8_tensors, 1),
+    "mxfp4": (mxfp4(activations=False).config, mxfp4_tensors, 0.5),
+    "nf4": (bitsandbytes("nf4", nested=True).config, nf4_tensors, 0.5),
+}
+"""Quantization config, the tensors of a module of a size, and bytes of codes per weight."""
+
+
 def make_packed(folder: Path, layers: int, method: str) -> Path:
-    """Write a model with codes of 4 bits; all codes and zero points are zero."""
-    config = {"quant_method": method, "bits": 4, "group_size": 128, "zero_point": True}
+    """Write a model whose matrices are quantized; all codes and zero points are zero."""
+    config, tensors_of, _ = METHODS[method]
     folder.mkdir()
     (folder / "config.json").write_text(
         json.dumps(PACKED | {"num_hidden_layers": layers, "quantization_config": config})
@@ -133,19 +194,14 @@ def make_packed(folder: Path, layers: int, method: str) -> Path:
         if not name.endswith("_proj.weight"):
             tensors[name] = torch.full(each.shape, 0.01)
             continue
-        (outputs, inputs), module = each.shape, name.removesuffix(".weight")
-        by_inputs = method == "gptq"
-        shape = (inputs // 8, outputs) if by_inputs else (inputs, outputs // 8)
-        tensors |= {
-            f"{module}.qweight": torch.zeros(shape, dtype=torch.int32),
-            f"{module}.qzeros": torch.zeros(inputs // 128, outputs // 8, dtype=torch.int32),
-            f"{module}.scales": torch.full((inputs // 128, outputs), 0.01, dtype=torch.float16),
-        }
+        outputs, inputs = each.shape
+        for suffix, stored in tensors_of(outputs, inputs).items():
+            tensors[f"{name.removesuffix('.weight')}.{suffix}"] = stored
     save_file(tensors, folder / "model.safetensors")
     return folder
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq"])
+@pytest.mark.parametrize("method", METHODS)
 def test_peak_of_quantized_weights_is_the_finished_size_plus_two_products(
     tmp_path: Path, method: str
 ) -> None:
@@ -154,9 +210,23 @@ def test_peak_of_quantized_weights_is_the_finished_size_plus_two_products(
         make_packed(tmp_path / "model", 4, method),
     )
     peak, finished = memory_of(folders, "none")
-    assert peak <= finished + 2 * LARGEST_PACKED + BUFFERS
+    assert peak <= finished + 2 * GATE_AND_UP * METHODS[method][2] + BUFFERS
     size = (folders[1] / "model.safetensors").stat().st_size
     assert finished < 1.25 * size  # larger than the file, because scales are held in float32
+
+
+def test_peak_of_dequantized_gguf_weights_is_the_finished_size_plus_two_products(
+    tmp_path: Path,
+) -> None:
+    config, files = CONFIG | {"vocab_size": VOCAB_SIZE}, []
+    for name, layers in (("warm", 1), ("model", 3)):
+        folder = make(tmp_path / name, layers, config)
+        make_tokenizer(folder)
+        files.append(write_gguf(folder, tmp_path / f"{name}.gguf", "Q4_K"))
+    peak, finished = memory_of((files[0], files[1]), "none")
+    assert peak <= finished + 2 * LARGEST + BUFFERS
+    stored = (tmp_path / "model" / "model.safetensors").stat().st_size
+    assert finished < 1.05 * stored  # as in float32
 
 
 @pytest.mark.skipif(not has_avx512(), reason="needs AVX-512")
