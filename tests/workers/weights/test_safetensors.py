@@ -2,6 +2,8 @@
 
 import json
 import random
+import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -101,20 +103,60 @@ def test_truncated_file_is_refused(tmp_path: Path) -> None:
             read_header(path)
 
 
-def test_changed_header_byte_is_refused_or_gives_entries_within_the_file(tmp_path: Path) -> None:
+MAX_CPU_SECONDS, MAX_BYTES = 1.0, 1 << 20
+"""Bounds for reading one header of a few hundred bytes; a valid one takes well below 1 ms."""
+
+HOSTILE = (b"0", b"9" * 9, b"1e9", b"[", b"{", b'"', b",", b":", b"null", b"\\ud800", b"\xff\xff")
+
+
+def changed_header(whole: bytes, rng: random.Random) -> bytes:
+    """Return a file of which one to four places are replaced, in the header or in its length."""
+    changed, end = bytearray(whole), 8 + int.from_bytes(whole[:8], "little")
+    for _ in range(rng.randint(1, 4)):
+        at = rng.randrange(end)
+        value = rng.choice((bytes([rng.randrange(256)]), rng.choice(HOSTILE)))
+        changed[at : at + rng.choice((0, len(value)))] = value
+    if rng.random() < 0.5:  # insertions shift the data: correct the length to read the whole header
+        changed[:8] = (end - 8 + len(changed) - len(whole)).to_bytes(8, "little")
+    return bytes(changed)
+
+
+def test_changed_header_is_refused_or_gives_entries_within_the_file(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     save_file({"a": torch.randn(30), "b": torch.randn(2, 5)}, path)
-    whole = bytearray(path.read_bytes())
-    rng = random.Random(0)
-    for _ in range(400):
-        broken = bytearray(whole)
-        broken[rng.randrange(len(whole) - 160)] = rng.randrange(256)
-        path.write_bytes(broken)
-        try:
-            entries = read_header(path)
-        except BadCheckpoint:
-            continue
-        assert all(e.start + e.num_bytes <= len(whole) for e in entries.values())
+    whole, rng, num_read = path.read_bytes(), random.Random(0), 0
+    tracemalloc.start()
+    try:
+        for _ in range(800):
+            broken = changed_header(whole, rng)
+            path.write_bytes(broken)
+            tracemalloc.reset_peak()
+            began = time.thread_time()
+            entries, message = {}, ""
+            try:
+                entries = read_header(path)
+            except BadCheckpoint as error:
+                message = str(error)
+            assert time.thread_time() - began < MAX_CPU_SECONDS
+            assert tracemalloc.get_traced_memory()[1] < MAX_BYTES
+            assert all(e.start + e.num_bytes <= len(broken) for e in entries.values())
+            assert "\n" not in message
+            num_read += bool(entries)
+    finally:
+        tracemalloc.stop()
+    assert 0 < num_read < 800
+
+
+@pytest.mark.parametrize("nesting", [b"[", b'{"a":'])
+def test_header_of_the_largest_size_is_refused_in_bounded_time(
+    tmp_path: Path, nesting: bytes
+) -> None:
+    header = nesting * (safetensors.MAX_HEADER_BYTES // len(nesting))
+    path = write(tmp_path / "x.safetensors", header)
+    began = time.thread_time()
+    with pytest.raises(BadCheckpoint, match="not valid JSON"):
+        read_header(path)
+    assert time.thread_time() - began < MAX_CPU_SECONDS
 
 
 def test_file_truncated_after_reading_its_header_is_refused(tmp_path: Path) -> None:
