@@ -18,7 +18,7 @@ class RequestBounds(SamplingLimits):
     max_body_bytes: int = 4 << 20  # bytes of an HTTP body or a gRPC message
     max_header_bytes: int = 64 << 10
     receive_seconds: float = 30.0  # time limit to receive a request or to open a gRPC connection
-    max_prompts: int = 1024  # prompts per call; each prompt becomes a separate request
+    max_prompts: int = 1024  # prompts in one API call; each prompt becomes a separate request
     max_request_cost: int = 1_000_000  # maximum cost of one call, as computed in `requests.cost`
     max_messages: int = 4096  # messages of a chat
     max_content_pieces: int = 4096  # content parts of all messages of a chat
@@ -37,17 +37,18 @@ class RequestBounds(SamplingLimits):
 
 @dataclass(frozen=True, slots=True)
 class ConnectionBounds:
-    """Limits on clients' connections; only a connection that exceeds a limit is closed."""
+    """Limits on clients' connections; a limit closes only the connections that exceed it."""
 
     max_connections: int = 8192  # open HTTP connections, and open gRPC connections
-    # Limit for one IPv4 address or IPv6 network (see `client_network`); 0: no limit.
+    # Open connections of one IPv4 address or IPv6 network (see `client_network`); 0 means no limit.
     max_connections_per_address: int = 2048
     idle_seconds: float = 75.0  # longest pause from a response to the next HTTP request
-    write_seconds: float = 60.0  # longest time in which the client reads nothing
-    linger_seconds: float = 2.0  # time limit for the rest of a request that was answered early
+    write_seconds: float = 60.0  # a client that reads nothing for longer is disconnected
+    # Time to read the rest of a request that was answered before all of it had arrived.
+    linger_seconds: float = 2.0
     max_grpc_calls: int = 1024  # open calls of one gRPC connection
     max_health_watches: int = 16  # open `Watch` calls of gRPC health from one IP address
-    grpc_idle_seconds: float = 300.0  # a gRPC connection that is idle for longer is closed
+    grpc_idle_seconds: float = 300.0  # a gRPC connection without calls for this time is closed
     grpc_age_seconds: float = 3600.0  # connection age at which the client is asked to reconnect
 
 
@@ -82,29 +83,33 @@ class RouterConfig:
     api_keys: tuple[ApiKey, ...] = ()  # if empty, calls need no API key
     allowed_origins: tuple[str, ...] = ()  # origins of web pages that may call /v1/; "*" allows all
     worker_token: str | None = field(default=None, repr=False)
-    # Secret key of the cluster, with which the hashes of cached blocks are computed.
+    # Secret key of the cluster, used to compute the hashes of cached blocks.
     hash_key: bytes = field(default_factory=new_hash_key, repr=False)
     max_model_len: int | None = None
-    no_special_in_completions: bool = False  # do not encode control tokens in text prompts
+    # Encode control tokens in text prompts as ordinary text.
+    no_special_in_completions: bool = False
     generation_config: Literal["auto", "none"] = "auto"  # "auto" uses the model's sampling defaults
     # Text of a chat template that replaces the model's own.
     chat_template: str | None = field(default=None, repr=False)
     # "auto" derives the parser from the chat template; see `parsers.parser_names`.
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
-    timeout: float = 600.0  # seconds
+    timeout: float = 600.0  # longest time limit of a request, in seconds
     max_queued_requests: int = 1024
     max_queued_tokens: int = 4 << 20  # prompt tokens of all queued requests
     max_queued_cost: int = 32 << 20  # prompt and answer tokens of all queued sequences
     routing: str = "cost"  # name of the placement strategy (see `placement.routing_strategies`)
     max_wait_seconds: float = 60.0  # maximum time in the queue; with 0 only `timeout` applies
-    # SLO on the time to first token; 0 orders prompts by arrival (see `queue.slo_order`).
+    # SLO on the time to first token (see `queue.slo_order`). 0 means no SLO: prompts are then
+    # ordered by arrival.
     ttft_slo_seconds: float = 0.0
-    # SLO on the time per output token of running answers; 0 means no SLO
+    # SLO on the time per output token of running answers; 0 means no SLO.
     tpot_slo_seconds: float = 0.0
     vllm_metrics: bool = False  # whether to export the metrics under vLLM's names as well
-    waits_for_both: bool = False  # ready only with both prefill and decode workers (`readiness`)
-    wakes_workers: bool = False  # whether queued requests start workers of empty pools
+    # Whether the router becomes ready only when it has both prefill and decode workers (see
+    # `observability.readiness`).
+    waits_for_both: bool = False
+    wakes_workers: bool = False  # whether a queued request makes an empty pool start a worker
     worker_timeout_seconds: float = 10.0  # a worker that sends nothing for longer counts as lost
     step_timeout_seconds: float = 30.0  # a worker's own time limit for one step
     bounds: RequestBounds = field(default_factory=RequestBounds)
@@ -118,7 +123,7 @@ class RouterConfig:
 
     @property
     def model_names(self) -> Sequence[str]:
-        """All names of the served model; the first is in answers."""
+        """All names under which clients can request the model; answers contain the first one."""
         return list(dict.fromkeys((self.served_name, *self.aliases)))
 
     @property

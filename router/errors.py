@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from enum import Enum
 
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
-"""Reason by which clients know that they must shorten a conversation."""
+"""The `reason` of errors that a client can avoid by shortening its conversation."""
 
 
 class Code(Enum):
@@ -51,11 +51,15 @@ class ServingError(Exception):
 
 
 def renamed(error: ServingError, names: Mapping[str, str]) -> ServingError:
-    """Replace the name of the wrong field by the client's name for it, if `names` has one."""
+    """Return the error with its invalid field renamed to the client's name for this field.
+
+    `names` maps the router's field names to the client's. Other errors are returned unchanged.
+    """
     if error.param is None or error.param not in names:
         return error
     own, name = error.param, names[error.param]
-    # In messages, "prompt" is also an ordinary word, so the word is not replaced.
+    # In messages, "prompt" is often an ordinary word instead of a field name, so it is not
+    # replaced.
     message = error.message if own == "prompt" else re.sub(rf"\b{own}\b", name, error.message)
     return ServingError(error.code, message, name, error.retry_after, error.reason)
 

@@ -1,4 +1,4 @@
-"""The protocol-independent part of a router: takes requests, returns streams of deltas.
+"""The protocol-independent part of a router: accepts requests and returns streams of deltas.
 
 The frontend runs in one event loop and handles one event at a time. An event that is posted while
 another event is being handled is queued until that handling ends.
@@ -45,7 +45,7 @@ READINESS_EVENTS = (ev.WorkerUp, ev.WorkerLost, ev.RoleChanged, ev.Tick)
 
 
 class Frontend:
-    """The connection between client calls, the dispatcher and the worker links.
+    """Connects the calls of clients with the dispatcher, and the dispatcher with the worker links.
 
     Args:
         config: configuration of the router.
@@ -75,12 +75,12 @@ class Frontend:
         self.prompts = PromptEncoder(tokenizer, config, lambda: self.model, helpers)
         self.metrics = RequestMetrics(tenants)
         self.is_draining = self.is_stopped = False
-        self.scaling = snapshot.Scaling()  # the last report of the supervisor about scaling
+        self.scaling = snapshot.Scaling()  # the supervisor's last report about scaling
         self.roles = RoleRecorder(lambda worker, role: self.post(ev.RoleChanged(worker, role)))
         # State of all routers, as reported by the supervisor.
         self.routers: Sequence[snapshot.RouterState] = ()
         self.node = ""  # IP address of the router's node, or empty if unknown
-        # Called with the name and the address of a stuck worker, and the reason.
+        # Callback for a stuck worker; arguments: the worker's name, its address and the reason.
         self.on_stuck_worker: Callable[[str, str, str], None] = lambda worker, address, reason: None
         self._limits = limits
         self._dispatcher = dispatcher
@@ -185,7 +185,7 @@ class Frontend:
         slices = Slices()
         try:
             for request, output in admitted:
-                if answers.has_failed:  # an earlier request of the call was refused by the queue
+                if answers.has_failed:  # the queue has refused an earlier request of this call
                     break
                 self._requests.open(request, output, now)
                 output.deliver_finished_before()
@@ -204,7 +204,7 @@ class Frontend:
     # ------------------------------------------------------------ events and commands
 
     def post(self, event: ev.Event) -> None:
-        """Handle an event now or, if another event is being handled, after that event."""
+        """Handle an event now or, if another event is being handled, directly after that one."""
         self._events.append(event)
         if self._is_handling:
             return
@@ -273,13 +273,13 @@ class Frontend:
         self.roles.merge(assignments)
 
     def worker_died(self, name: str) -> None:
-        """Treat a worker as lost at once, because its process is known to have exited."""
+        """Treat a worker as lost immediately, because its process is known to have exited."""
         self._links.close(name, "its process has exited")
 
     # ------------------------------------------------------------ shutdown
 
     async def drain(self, seconds: float) -> None:
-        """Refuse new requests and wait up to `seconds` for running ones to end."""
+        """Refuse new requests, and wait up to `seconds` for the running requests to end."""
         self.is_draining = True
         self._readiness_listeners.report(self.why_not_ready())
         await self.background.drain(self._requests, seconds)

@@ -41,9 +41,13 @@ from penstock.router.routing.dispatcher import Dispatcher, DispatcherLimits
 from penstock.router.routing.placement.routing_strategies import policy_of
 from penstock.router.routing.worker_registry import LivenessBounds
 
-NO_WORKER_TIMEOUT_SECONDS = 60.0  # requests fail with UNAVAILABLE after this time without a worker
+# Requests fail with UNAVAILABLE if no worker is available for this time.
+NO_WORKER_TIMEOUT_SECONDS = 60.0
 UNBOUNDED = 2**31 - 1
-"""Context length if the model's configuration has none; the workers' limit then applies."""
+"""Limit of the context length if the model's configuration has none.
+
+The smallest of the workers' limits then applies.
+"""
 
 
 class PortInUseError(OSError):
@@ -90,11 +94,11 @@ class RunningRouter:
         await self._frontend.set_workers(addresses)
 
     def worker_died(self, name: str) -> None:
-        """Treat a worker as lost at once, because its process is known to have exited."""
+        """Treat a worker as lost immediately, because its process is known to have exited."""
         self._frontend.worker_died(name)
 
     async def drain(self, seconds: float) -> None:
-        """Refuse new requests and wait up to `seconds` for running ones to end."""
+        """Refuse new requests, and wait up to `seconds` for the running requests to end."""
         await self._frontend.drain(seconds)
 
     async def stop(self) -> None:
@@ -118,7 +122,7 @@ async def serve_router(
 
     Args:
         config: the router's configuration.
-        fork_server: starts the helper processes; by default the router has its own.
+        fork_server: starts the helper processes; if None, the router starts its own fork server.
 
     Raises:
         UnsupportedTokenizer, ValueError: the model folder cannot be served.

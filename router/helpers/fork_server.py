@@ -1,7 +1,7 @@
-"""Starts helper processes: forks them from a process that has loaded what they need.
+"""Starts helper processes by forking a process that has already imported their libraries.
 
-Starting Python and importing the libraries takes 0.3 s; a fork takes a few milliseconds. A router
-has many threads, and forking such a process is unsafe. The fork server is therefore a separate
+Starting Python and importing the libraries takes 0.3 s; a fork takes a few milliseconds. The router
+itself cannot be forked safely, because it has many threads. The fork server is therefore a separate
 process with one thread.
 
 Protocol: for each helper, the router sends one byte and two file descriptors: the helper's end of a
@@ -29,14 +29,15 @@ Other variables may contain secrets, and helper processes run untrusted template
 """
 
 STATUS_BYTES = 4
-"""Size of an exit status in the pipe: the status of `waitpid` as a little-endian integer."""
+"""Size of an exit status in the pipe: a status from `os.waitpid`, as a little-endian integer."""
 
 
 class StartedHelper(NamedTuple):
-    """One end of the socket between router and helper process, and of the status pipe.
+    """One side's ends of the connections of a new helper process: a socket and the status pipe.
 
-    In the router, `status` is the read end. In the helper process it is -1: only the fork server
-    has the write end.
+    The router and the helper process each have one end of the socket. In the router, `status` is
+    the read end of the pipe. In the helper process, `status` is -1, because only the fork server
+    keeps the write end.
     """
 
     connection: socket.socket
@@ -47,8 +48,8 @@ class ForkServer:
     """The process from which helper processes are forked. It starts on first use.
 
     Args:
-        module: the module that the process runs with the descriptor of its socket as argument. The
-            module calls `serve_forks`.
+        module: name of the module that the process runs. The module gets the file descriptor of a
+            socket as its argument and calls `serve_forks` with this socket.
     """
 
     def __init__(self, module: str = "penstock.router.helpers.main") -> None:
@@ -85,7 +86,7 @@ class ForkServer:
         status, status_end = os.pipe()
         try:
             socket.send_fds(self._control, [b"f"], [other.fileno(), status_end])
-        except OSError:  # the fork server has just died, so the caller gets a closed socket
+        except OSError:  # the fork server has just died, and the caller finds its socket closed
             pass
         finally:
             other.close()
@@ -124,14 +125,15 @@ def serve_forks(control: socket.socket) -> StartedHelper | None:
     """Fork helper processes until the router has ended.
 
     Returns:
-        In each helper process, its end of the socket; in the fork server, None at the end.
+        In each helper process, its ends of the connections, immediately after the fork. In the fork
+        server, None when the router has ended.
     """
     wake, wake_end = os.pipe()
     for end in (wake, wake_end):
         os.set_blocking(end, False)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     signal.set_wakeup_fd(wake_end, warn_on_full_buffer=False)
-    statuses: dict[int, int] = {}  # for each process id, the descriptor of the status pipe
+    statuses: dict[int, int] = {}  # by process id: the write end of the status pipe
     ends = (control.fileno(), wake)
     while True:
         ready, _, _ = select.select(ends, [], [])

@@ -1,7 +1,8 @@
-"""Frames between a router and its helper processes: lists of byte strings, with their lengths.
+"""Encoding of the messages between a router and its helper processes as frames.
 
-A frame consists of the number of its items, the length of each item, and the items. All numbers are
-unsigned 32-bit integers in little-endian order.
+A message is a list of byte strings, the items. Its frame consists of the number of items, the
+length of each item, and the items themselves. All numbers are unsigned 32-bit integers in
+little-endian order.
 """
 
 import struct
@@ -15,7 +16,7 @@ MAX_ITEMS = 1 << 20
 
 
 class BadFrameError(ValueError):
-    """A frame has too many items or bytes; perhaps the received bytes are not a frame."""
+    """Raised if a frame is too large, which may mean that the received bytes are not a frame."""
 
 
 def pack(items: Sequence[bytes]) -> bytes:
@@ -29,7 +30,9 @@ class FrameReader:
 
     def __init__(self) -> None:
         self._data = bytearray()
-        self._bounds: list[int] | None = None  # offsets of the items in the frame that is arriving
+        # Offsets in `_data` where the items of the first frame begin and end; None if not yet
+        # known.
+        self._bounds: list[int] | None = None
 
     def feed(self, data: bytes) -> Iterator[list[bytes]]:
         """Add received bytes; yield the frames that are complete.
@@ -53,7 +56,10 @@ class FrameReader:
         return items
 
     def _read_bounds(self) -> list[int] | None:
-        """Return the offsets of the items and of the frame's end; None if more bytes are needed."""
+        """Return where each item of the first frame begins, and where the frame ends.
+
+        The result is None if the numbers at the start of the frame have not all arrived.
+        """
         if len(self._data) < _NUMBER.size:
             return None
         (count,) = _NUMBER.unpack_from(self._data)

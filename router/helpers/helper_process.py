@@ -16,7 +16,7 @@ from penstock.router.helpers.serving import OUT_OF_MEMORY
 
 
 class Cause(Enum):
-    """The limit that a helper process had exceeded when it ended."""
+    """Why a helper process ended: the limit that its job exceeded, if any."""
 
     CPU_TIME = "CPU time"
     WALL_TIME = "time"
@@ -30,9 +30,9 @@ class Job:
 
     Attributes:
         frame: the job as a packed frame.
-        name: name of the job's input in error messages, such as "the body".
-        param: request field that an error names, or None.
-        done: future of the job's reply.
+        name: how error messages name the job's input, for example "the body".
+        param: request field that the error names if the job is refused, or None.
+        done: future that gets the reply to the job.
         was_tried: whether a process has ended during this job without exceeding a limit.
     """
 
@@ -49,8 +49,8 @@ class HelperProcess(asyncio.Protocol):
     Args:
         started: socket and pipe of the process.
         on_reply: called with the job and its reply.
-        on_end: called once with the cause when the process has ended. `jobs` then contains the jobs
-            without a reply; the process was working on the first of them.
+        on_end: called once, with the cause, when the process has ended. At that time `jobs`
+            contains the jobs without a reply; the process was working on the first of them.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class HelperProcess(asyncio.Protocol):
             for items in self._reader.feed(data):
                 reply = decode_reply(items)
                 self._on_reply(self.jobs.popleft(), reply)
-        # The received bytes are not a reply to a job.
+        # The process has sent something other than the reply to a job, so end the connection.
         except (BadFrameError, ValueError, IndexError):
             if self._transport is not None:
                 self._transport.abort()
@@ -114,13 +114,13 @@ class HelperProcess(asyncio.Protocol):
 
 
 def cause_of(status: int) -> Cause:
-    """Return the cause of the end of a process; `status` is from `waitpid`."""
+    """Return why a process ended, given the exit status `status` from `os.waitpid`."""
     code = os.waitstatus_to_exitcode(status)
     causes = {
         -signal.SIGPROF: Cause.CPU_TIME,
         -signal.SIGALRM: Cause.WALL_TIME,
         OUT_OF_MEMORY: Cause.MEMORY,
-        -signal.SIGABRT: Cause.MEMORY,  # a library ends the process if an allocation fails
+        -signal.SIGABRT: Cause.MEMORY,  # a library called `abort` because an allocation failed
         -signal.SIGSEGV: Cause.MEMORY,  # the kernel ends the process if its stack cannot grow
     }
     return causes.get(code, Cause.OTHER)
@@ -133,5 +133,5 @@ def settings_job(data: bytes) -> Job:
 
 
 def frame_of(kind: str, items: Sequence[bytes]) -> bytes:
-    """Return the frame of a job: the name of its handler, then the handler's items."""
+    """Return the frame of a job: the name of its handler, then the handler's arguments."""
     return pack([kind.encode(), *items])

@@ -35,7 +35,10 @@ def limit_process(memory_bytes: int) -> None:
 
 @contextmanager
 def limited_time(cpu_seconds: float, wall_seconds: float) -> Iterator[None]:
-    """End this process if the context takes too long: SIGPROF (CPU time), SIGALRM (wall time)."""
+    """End this process if the body of the `with` statement exceeds one of two time limits.
+
+    The process is killed by SIGPROF for too much CPU time, and by SIGALRM for too much wall time.
+    """
     signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
     signal.setitimer(signal.ITIMER_REAL, wall_seconds)
     try:

@@ -1,6 +1,7 @@
 """The program of the fork server and of its helper processes, with the handlers of all jobs.
 
-`python -m penstock.router.helpers.main DESCRIPTOR` serves forks at the socket with this descriptor.
+`python -m penstock.router.helpers.main DESCRIPTOR` runs the fork server, which receives requests
+for helper processes at the socket with this file descriptor.
 """
 
 import gc
@@ -26,7 +27,9 @@ from penstock.router.requests.structured_job import structured_job
 
 
 def set_up(settings: HelperSettings) -> tuple[Work, list[bytes]]:
-    """Return the function that does jobs, and the names of the template's variables in JSON.
+    """Return the function that does jobs, and the items of the first reply.
+
+    The only item is a JSON list of the variables that the chat template reads.
 
     Raises:
         ServingError: INVALID if the chat template is not valid.
@@ -56,12 +59,13 @@ def set_up(settings: HelperSettings) -> tuple[Work, list[bytes]]:
 
 
 def main() -> int:
-    """Serve forks, and run the jobs in each forked helper process."""
+    """Run the fork server and, in each forked process, the loop of a helper process."""
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control = socket.socket(fileno=int(sys.argv[1]))
     gc.collect()
-    # A garbage collection would write to all objects, and so copy the pages that forks share.
+    # Forked processes share these objects' memory pages. A garbage collection in a forked process
+    # would write to the objects, so that the kernel would have to copy the pages.
     gc.freeze()
     helper = serve_forks(control)
     if helper is None:

@@ -23,7 +23,11 @@ from penstock.router.requests.fair_line import FairLine
 log = logging.getLogger(__name__)
 
 IN_FLIGHT_BYTES = 64 << 10
-"""Jobs of one tenant up to this total size are sent together, which saves context switches."""
+"""Maximum total size of the jobs that a helper process has received but not finished.
+
+Several small jobs are thus sent before the first reply, which saves context switches. One larger
+job is sent only to an idle process.
+"""
 
 RETRY_SECONDS = 1.0
 """Pause before another attempt to start a process that could not be started."""
@@ -32,13 +36,13 @@ RETRY_SECONDS = 1.0
 class HelperPool:
     """Does jobs in helper processes; the jobs of each tenant are done in order of arrival.
 
-    A job that exceeds the limits of its process is refused. The process ends, and a new process
-    does the other jobs. Tenants share the processes fairly (see `FairLine`). A job's cost is its
+    A job that exceeds the limits ends its process and is refused. A new process does the remaining
+    jobs of that process. Tenants share the processes fairly (see `FairLine`). A job's cost is its
     bytes plus its CPU time in microseconds.
 
     Args:
         fork_server: starts the processes.
-        settings: their settings.
+        settings: the settings that each process gets.
 
     Attributes:
         template_variables: names of the variables that the model's chat template reads.
@@ -81,15 +85,15 @@ class HelperPool:
         """Do a job; return the items of its reply.
 
         Args:
-            kind: name of the job's handler.
+            kind: name of the handler that does the job in the helper process.
             items: arguments of the handler.
             tenant: the tenant for whom the job is done.
-            name: name of the job's input in error messages, such as "the body".
-            param: request field that an error names, or None.
+            name: how error messages name the job's input, for example "the body".
+            param: request field that the error names if the job is refused, or None.
 
         Raises:
             ServingError: the handler's error; INVALID if the job exceeds the limits; OVERLOADED if
-                too many bytes wait; UNAVAILABLE if processes end or cannot be started.
+                too many bytes of jobs wait; UNAVAILABLE if processes end or cannot be started.
         """
         if self._is_closed:
             raise shutting_down()
@@ -107,7 +111,10 @@ class HelperPool:
         return reply.items
 
     def close(self) -> None:
-        """End the processes and refuse the jobs without a reply."""
+        """Refuse all jobs that have no reply yet, and close the connections to the processes.
+
+        A process ends when its connection is closed.
+        """
         self._is_closed = True
         for task in self._restarts.values():
             task.cancel()
@@ -128,7 +135,7 @@ class HelperPool:
     def _on_reply(self, slot: int, job: Job, reply: Reply) -> None:
         if not job.done.done():
             job.done.set_result(reply)
-        if slot in self._ready:  # the first reply, to the settings, is not a job of a tenant
+        if slot in self._ready:  # not for the reply to the settings, which belongs to no tenant
             self._line.end(slot, reply.cpu_microseconds)
             self._send_jobs()
 
@@ -153,7 +160,10 @@ class HelperPool:
         self._send_jobs()
 
     def _on_end(self, slot: int, helper: HelperProcess, settings: Job, cause: Cause) -> None:
-        """Handle the end of a process: refuse the job that caused it, and start a new process."""
+        """Start a new process in place of one that has ended, and refuse the job that ended it.
+
+        If the job exceeded no limit, it is tried once more before it is refused.
+        """
         self._ready.discard(slot)
         jobs = helper.jobs
         if self._is_closed:

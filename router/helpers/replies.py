@@ -1,4 +1,4 @@
-"""Replies of helper processes, and their form in frames.
+"""Replies of helper processes, and their encoding as items of a frame.
 
 The head of a reply contains the CPU time of the job, and the error if the job was refused.
 """
@@ -18,7 +18,7 @@ class Reply(NamedTuple):
 
 
 def encode_reply(reply: Reply) -> list[bytes]:
-    """Return the items of the frame of a reply: the head as JSON, then the reply's items."""
+    """Encode a reply as the items of a frame: the head as JSON, then the reply's own items."""
     head: list[object] = [reply.cpu_microseconds]
     if reply.error is not None:
         error = reply.error
@@ -27,7 +27,7 @@ def encode_reply(reply: Reply) -> list[bytes]:
 
 
 def decode_reply(items: list[bytes]) -> Reply:
-    """Return the reply of a frame.
+    """Decode a reply from the items of its frame.
 
     Raises:
         ValueError: the frame is not a reply.

@@ -1,4 +1,4 @@
-"""The loop of a helper process: reads a job, does it within its limits, writes the reply."""
+"""The loop of a helper process: reads a job, does the job within its limits, sends the reply."""
 
 import gc
 import logging
@@ -48,12 +48,13 @@ def serve_jobs(connection: socket.socket, set_up: SetUp) -> int:
     items: Sequence[bytes] | None = ()
     while items is not None:
         try:
-            # A large job creates a million objects, which the garbage collector would rescan often.
+            # A large job may create a million objects, which the garbage collector would scan again
+            # and again.
             gc.disable()
             with limited_time(limits.cpu_seconds, limits.wall_seconds):
                 reply = pack(encode_reply(do_job(job, items)))
         except MemoryError:
-            return OUT_OF_MEMORY  # the process ends, since its free memory may be fragmented
+            return OUT_OF_MEMORY  # do not continue: the free memory may be fragmented
         gc.enable()
         try:
             connection.sendall(reply)

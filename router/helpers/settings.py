@@ -22,7 +22,7 @@ def encode_settings(settings: HelperSettings) -> bytes:
 
 
 def decode_settings(data: bytes) -> HelperSettings:
-    """Return the settings that `encode_settings` has encoded."""
+    """Decode settings from the JSON of `encode_settings`."""
     content = json.loads(data)
     chat = content["chat"]
     if chat is not None:

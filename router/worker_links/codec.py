@@ -41,7 +41,7 @@ def decode_step(worker: str, step: pb.Step) -> ev.Stepped:
     """Decode a Step message into a `Stepped` event.
 
     Raises:
-        ValueError: the arrays of the message differ in length, or a finish is unknown.
+        ValueError: the arrays of the message differ in length, or a finish reason is unknown.
     """
     return ev.Stepped(
         worker,
@@ -58,10 +58,10 @@ def decode_step(worker: str, step: pb.Step) -> ev.Stepped:
 
 
 def slices_of(step: ev.Stepped, max_tokens: int) -> Iterator[ev.Stepped]:
-    """Split a step with tokens into consecutive steps of at most `max_tokens` tokens.
+    """Split a large step into consecutive steps of at most `max_tokens` tokens each.
 
-    The first of these steps has the data about prompts and the preemptions. The last one has the
-    load and the failed requests.
+    The first of these steps contains the data about prompts and preemptions, and the last one
+    contains the worker's load and the failed requests. A step without tokens gives no steps.
     """
     tokens, count = step.tokens, len(step.tokens)
     for start in range(0, count, max_tokens):
@@ -79,7 +79,7 @@ def slices_of(step: ev.Stepped, max_tokens: int) -> Iterator[ev.Stepped]:
 
 
 def _decode_tokens(step: pb.Step) -> ev.TokenColumns:
-    # Slicing turns a repeated field into a list.
+    # The slice `[:]` copies a repeated protobuf field into a list.
     requests, attempts, choices = step.request[:], step.attempt[:], step.choice[:]
     positions, tokens, finishes = step.position[:], step.token[:], step.finish[:]
     columns = (requests, attempts, choices, positions, tokens, finishes)
@@ -166,8 +166,8 @@ def decode_event(worker: str, message: pb.ToRouter) -> ev.Event:
 def encode_submit(command: ev.Submit) -> pb.ToWorker:
     """Encode a Submit command as a message.
 
-    The message omits the logs of open choices without tokens, and the priority. Workers do not know
-    priorities, which order only the queued requests of one tenant.
+    The message contains no log for a choice that has no tokens and has not ended. It does not
+    contain the priority either, because priorities only order requests in the router's queue.
     """
     request = command.request
     submit = pb.Submit(

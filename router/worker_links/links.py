@@ -30,9 +30,10 @@ class WorkerLinks:
         self._links: dict[str, WorkerLink] = {}
         # Last Welcome message of each connected worker.
         self._welcomes: dict[str, worker_pb2.Welcome] = {}
-        # The last argument of `model_limits`, and its result.
+        # The last argument of `model_limits` and the cached result for it, or None without a cached
+        # result.
         self._limits: tuple[ModelLimits, ModelLimits] | None = None
-        # None if no worker is connected, or if it must be computed again.
+        # The cached system fingerprint, or None if it must be computed or no worker is connected.
         self._fingerprint: str | None = None
 
     def __len__(self) -> int:
@@ -59,7 +60,8 @@ class WorkerLinks:
     def system_fingerprint(self) -> str | None:
         """Return an identifier of the software, weights and dtypes that compute the answers.
 
-        It changes if the same seed may give another answer. None means that no worker is connected.
+        If the identifier has changed, the same seed may give another answer. The result is None if
+        no worker is connected.
         """
         if self._fingerprint is None and self._welcomes:
             layouts = sorted({welcome.layout for welcome in self._welcomes.values()})
@@ -79,7 +81,7 @@ class WorkerLinks:
         return {link.worker: steps for link, steps in named if steps is not None}
 
     async def set_workers(self, addresses: Mapping[str, str]) -> None:
-        """Connect to the workers in `addresses` (name to `host:port`) and stop all other links."""
+        """Connect to the workers in `addresses` (name to `host:port`); stop links to any others."""
         gone = [link for name, link in self._links.items() if addresses.get(name) != link.address]
         for link in gone:
             del self._links[link.worker]
@@ -92,7 +94,8 @@ class WorkerLinks:
 
     def send(self, command: ev.WorkerCommand) -> None:
         """Send a command to its worker. The command is discarded if the worker is not connected."""
-        # `ResyncCache` commands are rare, because the cache feed limits their rate.
+        # This cannot flood the log, because the cache feed limits the rate of `ResyncCache`
+        # commands.
         if isinstance(command, ResyncCache):
             log.warning(
                 "worker %s: %s; its list of cached blocks is requested",

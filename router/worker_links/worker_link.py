@@ -22,14 +22,17 @@ from penstock.router.worker_links import codec
 log = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 0.5
-# Interval for idle workers; a worker closes a stream that is silent for 5 s.
+# Interval for idle workers. It must be below 5 s, because a worker closes a stream that is silent
+# for 5 s.
 IDLE_HEARTBEAT_SECONDS = 2.0
 STEPS_SECONDS = 5.0  # timeout of a call that fetches step records
 CONNECT_SECONDS = 10.0  # longest time from opening the call to the worker's Welcome message
 # Shortest and longest pause between attempts to connect.
 MIN_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 0.05, 2.0
-MAX_UNSENT = 65536  # maximum number of queued messages; a longer queue closes the stream
-MAX_EVENT_TOKENS = 512  # tokens of a step that are handled without a pause, in about 2 ms
+# Maximum number of messages that wait to be sent; beyond it, the stream is closed.
+MAX_UNSENT = 65536
+# Maximum number of tokens of one `Stepped` event, which takes about 2 ms to handle.
+MAX_EVENT_TOKENS = 512
 OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.max_send_message_length", 64 << 20),
@@ -84,7 +87,7 @@ class WorkerLink:
         self._on_welcome = on_welcome
         self._stub: worker_pb2_grpc.WorkerStub | None = None  # gRPC stub of the open stream, if any
         self._unsent: deque[pb.ToWorker] = deque()
-        self._has_sent = False  # whether a command was sent since the last heartbeat
+        self._has_sent = False  # whether a command was queued since the last heartbeat
         self._wake = asyncio.Event()
         self._is_up = False
         self._is_wanted = True
@@ -95,7 +98,8 @@ class WorkerLink:
     def send(self, command: ev.WorkerCommand) -> None:
         """Queue a command.
 
-        Without a stream, the command is discarded, since the worker then has no requests.
+        If no stream is open, the command is discarded, because a worker drops all requests of a
+        router when their stream ends.
         """
         if not self._is_up or self._close_reason:
             return
@@ -237,7 +241,8 @@ class WorkerLink:
             if message.number != expected:
                 raise LinkBroken(f"got message {message.number} from the worker, not {expected}")
             expected += 1
-            # Posted before the Step event, whose load may cause placements.
+            # The cache events are posted before the Step event. The load in the Step event may
+            # cause placements, and these need the current prefix index.
             if message.step.HasField("cache"):
                 self._post(codec.decode_cache_events(self.worker, message.step.cache))
             event = codec.decode_event(self.worker, message)
@@ -250,7 +255,7 @@ class WorkerLink:
             self._post(event)
 
     async def _post_in_slices(self, event: ev.Stepped) -> None:
-        """Post a large step as several events; other callbacks run between them."""
+        """Post a large step as several events, so that the event loop can run other callbacks."""
         for each in codec.slices_of(event, MAX_EVENT_TOKENS):
             # Pause before the first event too, because decoding has already taken time.
             await asyncio.sleep(0)
@@ -275,8 +280,8 @@ class WorkerLink:
     def _heartbeat_interval(self) -> float:
         """Return the seconds until the next heartbeat.
 
-        Idle workers get fewer heartbeats, because most of a thousand workers may be idle and each
-        heartbeat takes time at the router.
+        Idle workers get fewer heartbeats: each heartbeat costs the router time, and most workers of
+        a large cluster (a thousand workers) may be idle.
         """
         load = self.load
         is_idle = load is not None and not (
