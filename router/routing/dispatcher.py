@@ -57,10 +57,11 @@ Commands: TypeAlias = list[Command]
 
 
 SHORT_WAIT_SECONDS = 10.0
-"""Largest `max_wait_seconds` with which prompts queue at the router instead of at the workers.
+"""If `max_wait_seconds` is at most this value, prompts queue at the router, not at the workers.
 
-A short limit must cover the whole wait for the first token. With a longer limit, the wait at a
-worker is only a small part of the limit, and a queue at the worker keeps the worker busy.
+`max_wait_seconds` limits only the wait at the router. A short limit must cover the whole wait for
+the first token, so prompts must not wait at a worker as well. Compared with a longer limit, the
+additional wait at a worker is small, and a queue at the worker keeps the worker busy.
 """
 
 
@@ -71,16 +72,18 @@ class DispatcherLimits:
     max_queued: int = 1024  # requests that were never placed on a worker
     max_queued_tokens: int = 4_000_000  # prompt tokens of requests that were never placed
     max_queued_cost: int = 32_000_000  # prompt and answer tokens of requests that were never placed
-    # Requests that would wait longer in the queue, or have waited longer, are refused.
+    # A request is refused if it has waited longer than this in the queue, or is expected to.
     max_wait_seconds: float = math.inf
-    # SLO on the time to first token; 0 orders prompts by arrival (see `slo_order`).
+    # SLO on the time to first token (see `slo_order`). 0 means no SLO: prompts are then ordered by
+    # arrival.
     ttft_slo_seconds: float = 0.0
-    # SLO on the time per output token of running answers; 0 means no SLO
+    # SLO on the time per output token of running answers; 0 means no SLO.
     tpot_slo_seconds: float = 0.0
     no_worker_timeout_seconds: float = 60.0  # time without workers after which requests fail
-    # For each connected worker, how many requests of lost workers may be recomputed at a time.
+    # Number of requests of lost workers that may be recomputed at the same time, per connected
+    # worker.
     max_recovering_per_worker: int = 4
-    max_gaps: int = 3  # gaps in token positions after which a worker's stream is closed
+    max_gaps: int = 3  # a worker's stream is closed once tokens were missing this often
     bounds: LivenessBounds = field(default_factory=LivenessBounds)
 
 
@@ -160,7 +163,7 @@ class Dispatcher:
         self._placer.listener = listener
 
     def append_runs(self, worker: str, runs: Sequence[TokenRun]) -> bool:
-        """Append the tokens of several steps of a worker at once, without delivering them.
+        """Append the tokens of several steps of a worker in one call, without delivering them.
 
         The result is the same as after one `Stepped` event per step, but takes a fraction of the
         time. Simulations use this method and deliver the tokens to the clients themselves.
@@ -283,7 +286,7 @@ class Dispatcher:
 
     @property
     def num_prefill_decisions(self) -> Mapping[str, int]:
-        """Number of prompts by `str(PrefillDecision)`, for example "apart: unmeasured"."""
+        """Number of prompts by prefill decision, for example "apart: unmeasured"."""
         return self._placer.num_prefill_decisions
 
     @property
@@ -293,7 +296,7 @@ class Dispatcher:
 
     @property
     def num_returned(self) -> int:
-        """Number of times an answer was moved from a prefill worker back to a decode worker."""
+        """Number of times an answer was moved from a prefill worker to a decode worker."""
         return self._migrator.num_returned
 
     @property

@@ -90,7 +90,7 @@ class WorkerInfo:
 class TokenColumns:
     """New tokens of a step as columns: row i of each column describes token i.
 
-    The columns travel unchanged from the worker's message to the detokenizers.
+    The columns of a worker's message are passed unchanged to the detokenizers.
     """
 
     requests: Sequence[int] = ()
@@ -214,12 +214,12 @@ class Stepped:
     prompts: Sequence[ScoredPrompt] = ()
     # Cached prompt tokens of attempts: (request, attempt, tokens).
     cached: Sequence[tuple[int, int, int]] = ()
-    preempted: Sequence[int] = ()  # the request of each preemption
+    preempted: Sequence[int] = ()  # for each preemption, the id of its request
 
 
 @dataclass(frozen=True, slots=True)
 class Yielded:
-    """Event: a worker has stopped a request and keeps the KV of its positions [0, `kv_len`)."""
+    """Event: a worker has stopped a request but keeps the KV of positions [0, `kv_len`)."""
 
     worker: str
     request: int
@@ -303,7 +303,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """Command: run a request on a worker. A source of KV blocks only saves computation."""
+    """Command: run a request on a worker, which gets KV blocks from `source` if there is one."""
 
     worker: str
     request: Request
@@ -312,7 +312,7 @@ class Submit:
     finished: Sequence[bool]  # for each choice, whether it has ended
     source: Source | None  # source of KV blocks, or None to compute all tokens
     yield_after: int  # new tokens after which the worker yields; 0 means never
-    prompt_known: int = 1  # logprobs of prompt positions [1, prompt_known) are known
+    prompt_known: int = 1  # the router has the logprobs of prompt positions [1, prompt_known)
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,7 +330,7 @@ class Send:
 
     worker: str
     request: int
-    attempt: int  # attempt that holds the lease
+    attempt: int  # attempt to which the lease belongs
     endpoint: TransferEndpoint
     to_attempt: int
     epoch: int
@@ -349,7 +349,7 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Deliver:
-    """Command: deliver new tokens to clients. Choices get each position once and in order."""
+    """Command: deliver new tokens to clients. Each choice gets each position once and in order."""
 
     tokens: TokenColumns
 
@@ -369,7 +369,7 @@ class DeliverPrompt:
 
     request: int
     logprobs: Sequence[object] = ()
-    # Number of prompt tokens in the prefix cache, delivered once before any token.
+    # Number of prompt tokens that were in the prefix cache. It is delivered once, before any token.
     num_cached: int | None = None
 
 

@@ -108,7 +108,7 @@ class RequestState(Submissions):
         """
         if not self._is_pending(worker, attempt):
             return AppendResult.DUPLICATE
-        if self.running is not None:  # the pending worker still recomputes earlier tokens
+        if self.running is not None:  # the new worker recomputes tokens instead of getting blocks
             self._fail_live_migration(out)
             return AppendResult.MOVED
         self._promote_pending(out)
@@ -148,7 +148,7 @@ class RequestState(Submissions):
     # -------------------------------------------------------------- placing
 
     def start_live_migration(self, info: WorkerInfo, out: list[Command]) -> None:
-        """Submit the request to a second worker. When that one is Ready, the first must yield."""
+        """Submit a running request to a second worker. When Ready arrives, the first must yield."""
         assert self.running is not None
         kv_len = self.token_log.num_known - 1  # the newest token has no KV yet
         self.pending = self._submit(info, self.running.lease(kv_len), 0, out)
@@ -173,7 +173,7 @@ class RequestState(Submissions):
             self.cancel_pending(out)
 
     def ready(self, event: Ready, out: list[Command]) -> None:
-        """Handle Ready: send the blocks, or let the running source yield first."""
+        """Handle Ready: let the source send its blocks; if it still runs, it must yield first."""
         hold = self.pending
         if hold is None or not hold.matches(event.worker, event.attempt):
             if not self._is_running(event.worker, event.attempt):

@@ -1,4 +1,4 @@
-"""The submissions of a request to workers, and the KV blocks that a worker keeps for it."""
+"""The submissions of a request to workers, and the lease of its KV blocks at a worker."""
 
 from math import inf
 
@@ -34,7 +34,7 @@ class Submission:
         self.info = info
         self.worker = info.worker
         self.attempt = attempt
-        # Whether the worker yields after its first tokens without a Yield command.
+        # Whether the worker yields after its first new tokens by itself, without a Yield command.
         self.yields_after_prefill = yields_after_prefill
         self.started = False  # whether a token of this submission was accepted
         self.yielding = False  # whether a Yield command was sent
@@ -135,7 +135,7 @@ class Submissions:
         """
         lease = self.lease
         if lease and (lease.worker == info.worker or lease.layout != info.layout):
-            self._drop_lease(out)  # the worker has the blocks cached, or has another layout
+            self._drop_lease(out)  # this worker has the blocks already, or cannot use them
         hold = self._submit(info, self.lease, yield_after, out)
         if self.lease is None:
             self.running = hold

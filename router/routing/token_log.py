@@ -19,7 +19,7 @@ class AppendResult(Enum):
     STATE_CHANGED = 1  # the token was appended, and is its attempt's first or ends a choice
     MOVED = 2  # no token was appended, but the request's state changed
     DUPLICATE = 3  # ignored, since the token is already known or of an old attempt
-    GAP = 4  # refused, since earlier tokens or the choice are missing
+    GAP = 4  # refused, since earlier tokens are missing or the choice does not exist
 
 
 class TokenLog:
@@ -40,7 +40,8 @@ class TokenLog:
     def refusal(self, choice: int, position: int) -> AppendResult:
         """Return the result for a token that cannot be appended.
 
-        The result is GAP if earlier tokens or the choice are missing, otherwise DUPLICATE.
+        The result is GAP if earlier tokens are missing or the choice does not exist, otherwise
+        DUPLICATE.
         """
         if choice >= len(self.answers):
             return AppendResult.GAP

@@ -1,4 +1,4 @@
-"""Appends several tokens of a sequence at once, for simulations."""
+"""Appends several tokens of a sequence in one call, for simulations."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence

@@ -210,8 +210,9 @@ class WorkerEventHandler:
         pending, view = state.pending, self._registry.get(event.worker)
         if pending is None or pending.epoch != event.epoch or state.lease is None or view is None:
             return
-        # A worker with a queue waited for free blocks before Ready. This is not transfer time,
-        # because a prompt that this worker computes would have waited for blocks as well.
+        # If the worker has a queue, it waited for free blocks before it sent Ready. This wait does
+        # not count as transfer time, because a prompt that the worker computes itself would wait as
+        # well.
         since = now if view.load.queued else state.submitted_at
         state.transfer = (max(state.lease.kv_len - event.have, 0), since)
 

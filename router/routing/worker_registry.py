@@ -16,7 +16,8 @@ class LivenessBounds:
 
     suspect_after: float = 2.0
     lost_after: float = 10.0
-    # Lower bound of `lost_after` and `stuck_after`, in durations of the worker's last step.
+    # A worker counts as lost or stuck only after a time of at least this many of its last step's
+    # durations, even if `lost_after` or `stuck_after` is shorter.
     lost_steps: float = 20.0
     # Time without a completed step after which a worker with work is stuck.
     stuck_after: float = 45.0
@@ -43,7 +44,8 @@ class WorkerRegistry:
         self._roles: dict[str, str] = {}  # roles assigned by operators, by worker name
         self.transfer_costs = TransferCostModel()
         self._lost_at: dict[str, float] = {}
-        # For each worker lost while stuck, its incarnation and number of completed steps.
+        # For each worker that was lost while it was stuck: its incarnation and its number of
+        # completed steps.
         self._stuck_workers: dict[str, tuple[str, int]] = {}
         self._checked_at: float | None = None
 
@@ -110,7 +112,10 @@ class WorkerRegistry:
         self._views[worker].backed_off_at = now
 
     def no_larger_than(self, worker: str) -> list[str]:
-        """Return the workers that are not larger than `worker` in any dimension."""
+        """Return the workers whose limits are all at most those of `worker`.
+
+        The limits are those on context length, sequences and KV tokens.
+        """
         size = _size(self._views[worker].info)
         return [
             name
@@ -119,7 +124,7 @@ class WorkerRegistry:
         ]
 
     def check_liveness(self, now: float) -> tuple[list[WorkerView], list[WorkerView]]:
-        """Return two lists: the workers that have just become suspect, and the lost workers."""
+        """Return two lists: the workers that have just become suspect, and the newly lost ones."""
         self._discount_own_pause(now)
         suspects: list[WorkerView] = []
         silent: list[WorkerView] = []
@@ -151,7 +156,7 @@ class WorkerRegistry:
         found = []
         for view in self._views.values():
             if view.suspect or view.stuck or not view.num_sequences:
-                # The limit does not run while the worker is silent, stuck or idle.
+                # Time in which the worker is silent, stuck or idle does not count.
                 view.last_progress = now
                 continue
             bound = self._silence_bound(view, self._bounds.stuck_after)
@@ -168,7 +173,7 @@ class WorkerRegistry:
         return max(minimum, self._bounds.lost_steps * view.load.last_step_seconds)
 
     def _discount_own_pause(self, now: float) -> None:
-        """Shift the workers' times, so that a pause of the router does not count as silence."""
+        """Shift the times of workers, so that a pause of this router does not count as silence."""
         slept = 0.0 if self._checked_at is None else now - self._checked_at
         self._checked_at = now
         if slept > self._bounds.suspect_after:

@@ -17,10 +17,12 @@ from penstock.router.routing.placement.fleet import (
 )
 
 PENALTY_SECONDS = 30.0
-"""Seconds in which the placement penalty of a worker that was lost decays to 0."""
+"""Seconds after the loss of a worker in which its placement penalty decays to 0."""
 SEQUENCE_READS = 2600
-"""Cost of one sequence in a decode step, in KV tokens read: 78 us / 30 ns, as in the simulator's
-time model."""
+"""Fixed cost of a sequence in a decode step, in units of the time to read one KV token.
+
+The value is 78 us / 30 ns, from the simulator's time model.
+"""
 PREFILL_SLOT_STEPS = 2.0
 """If prompts queue at the router, a worker gets another prompt while its backlog is below this many
 steps: the current step and the next one, so that the worker never idles."""
@@ -133,7 +135,7 @@ class WorkerView:
         )
 
     def set_load_table(self, table: LoadTable, row: int, position: int) -> None:
-        """Copy the load to a row of `table` from now on. `position` is its index in the fleet."""
+        """Write the load to `row` of `table` from now on; `position`: index in the fleet."""
         self._load_table, self._row, self._position = table, row, position
         self._update_sort_keys()
         self._update_speeds(table)
@@ -147,7 +149,7 @@ class WorkerView:
         """Return whether the worker has room for a request with `num_tokens` tokens so far.
 
         A worker without sequences of this router always has room, unless it is backed off. Without
-        this rule, other routers could occupy the whole worker.
+        this rule, other routers could exclude this router from the worker.
         """
         if self.backed_off_at is not None:
             return False

@@ -14,16 +14,16 @@ DECAY = 0.99
 """Each measurement multiplies earlier weights by this, so about the last 100 measurements count."""
 CALIBRATED_STEPS = 8.0
 BUSY_MEMORY_SECONDS = 10.0
-"""Time constant of the moving average of the share of time that a worker spends on prompts."""
+"""Time constant of the moving average in `prompt_fraction`."""
 SHARED_MEMORY_SECONDS = 60.0
-"""A measurement of steps while other workers compute is recent for this long."""
+"""Step times that were measured while other workers computed count as recent for this long."""
 MAX_PROMPT_FRACTION = 0.95
 STALL_TOKENS = 64
-"""Number of answer tokens over which the delay by waiting prompts is spread."""
+"""The delay by waiting prompts is divided by this number of answer tokens."""
 MIN_GAIN = 0.1
 """Fraction by which one worker must be faster than several to get all answers."""
 MAX_GROWTH = 2.0
-"""The step times of a single worker are predicted up to this multiple of its mean batch size."""
+"""A worker's step times are predicted only up to about this multiple of its mean batch size."""
 
 
 class StepTimeModel:
@@ -154,7 +154,7 @@ class AnswerRate:
     def seconds_per_token(
         self, num_running: int, is_shared: bool, now: float, steps: "AnswerRate"
     ) -> float:
-        """Return the seconds that one more sequence costs per token, summed over all sequences.
+        """Return the seconds per token that one more sequence costs all sequences together.
 
         The new sequence waits for its own steps and for the prompts computed between them. Each of
         the `num_running` sequences waits for the time that the new sequence adds to a step.

@@ -219,7 +219,7 @@ class ArrayCandidates:
     def _has_capacity(self, group: WorkerGroup[WorkerView]) -> npt.NDArray[np.bool_]:
         """Return a mask [n] of the workers of a group that have capacity.
 
-        It equals `WorkerView.has_capacity`, except that it ignores back-offs.
+        Each element equals `WorkerView.has_capacity`, except that back-offs are ignored.
         """
         demand, loads = self._demand, group.loads
         num = demand.num_sequences

@@ -22,7 +22,7 @@ class CachedPrefix(Mapping[str, int]):
     Args:
         slots: numbers of the workers in `levels`. They must not change while this object is used.
         levels: the workers by depth.
-        unit: number of tokens of one depth.
+        unit: number of tokens per unit of depth.
     """
 
     __slots__ = ("_tokens", "levels", "slots", "unit")
@@ -75,8 +75,8 @@ def merge_levels(sources: Sequence[tuple[int, Levels]]) -> Levels:
     """Merge the levels of several sources into one list of levels, with depths in tokens.
 
     Args:
-        sources: pairs of the tokens per depth, and the levels. If several sources contain a worker,
-            its largest number of tokens counts.
+        sources: pairs of the number of tokens per unit of depth, and the levels. If several sources
+            contain the same worker, its largest number of tokens counts.
     """
     found = [(unit * depth, workers) for unit, levels in sources for depth, workers in levels]
     found.sort(reverse=True)

@@ -17,9 +17,15 @@ from penstock.router.routing.placement.ranking import Ranking, with_capacity, wi
 from penstock.router.routing.worker_view import WorkerView
 
 Group: TypeAlias = Literal["all", "prompt", "answer", "prefill", "kept"]
-"""Group of workers: "all"; "prompt" computes prompts (roles prefill, mixed); "answer" generates
-answers (roles decode, mixed); "prefill" has this role; "kept" are the workers of "prefill" that may
-also generate answers, because no operator assigned the role."""
+"""Group of workers, by the work that they may get.
+
+- "all": all workers.
+- "prompt": workers for prompts, with the role prefill or mixed.
+- "answer": workers for answers, with the role decode or mixed.
+- "prefill": workers with the role prefill.
+- "kept": workers whose role prefill was not assigned by an operator. They may also generate the
+  answers to their prompts.
+"""
 
 
 class Candidates(Protocol):

@@ -25,7 +25,7 @@ FEW_WORKERS = 8
 MARGIN = 1e-3
 """A worker is clearly cheaper than another if its cost is lower by more than this many tokens."""
 NEARLY_ONE = 0.95
-"""From this weight on, `_least_load` leaves out the term of the queues, to save time."""
+"""If its weight is at least this, `_least_load` ignores the term of the queues to save time."""
 
 
 def cheapest_worker(
@@ -65,7 +65,7 @@ def cheapest_worker(
             if cost < lowest - MARGIN:
                 best, lowest = row, cost
             elif cost < lowest + MARGIN:
-                best = -1  # too close
+                best = -1  # nearly the same cost, so a full search must decide
         if least_load < 0:
             least_load = _least_load(group.loads, read_cost)
         others_saved = PROMPT_WEIGHT * min(levels[level - 1][0] * unit, most) if level else 0.0
@@ -83,7 +83,8 @@ def cheapest_worker(
 def _least_load(loads: LoadTable, read_cost: float) -> float:
     """Return a lower bound of the costs of all workers without cached tokens.
 
-    If the read cost is `weight` times the largest possible read cost, a worker's cost is
+    If the read cost is `weight` times the largest possible read cost, a worker's cost is as
+    follows. The bound is the sum of the smallest values of the two terms.
 
         queued + weight * largest * reads
             = (1 - weight) * queued + weight * (queued + largest * reads)

@@ -33,7 +33,7 @@ class CostPolicy(RolePolicy):
         cached = demand.cached_tokens
         if (
             isinstance(workers, Fleet)
-            and workers  # may be empty: a lost worker is removed from the fleet before the index
+            and workers  # may be empty while the index still has blocks of a lost worker
             and isinstance(cached, CachedPrefix)
             and cached.levels
             and len(workers.groups["prompt"].views) == len(workers)

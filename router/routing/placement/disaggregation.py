@@ -9,9 +9,10 @@ time, summed over all affected clients:
     together  wait for the worker + time to compute the prompt there, counted once for the
               request and once for each running sequence that is delayed
 
-"Together" means a decode worker, or a prefill worker that also generates the answer. In the second
-case, the comparison includes the times to generate the answer on this and on the other worker.
-Prefill workers compute all prompts until prefill rates and KV transfers have been measured.
+"Together" means a decode worker, or a prefill worker that also generates the answer. For a prefill
+worker, the comparison also includes the difference between the times to generate the answer on this
+worker and on the decode worker. Prefill workers compute all prompts until prefill rates and KV
+transfers have been measured.
 """
 
 from collections.abc import Mapping, Sequence
@@ -184,7 +185,7 @@ class DisaggregationPolicy:
     def keeps_tpot(
         self, num_tokens: int, worker: WorkerView, slo_seconds: float, now: float
     ) -> bool:
-        """Return whether a worker's answers stay within the bound of their time per token.
+        """Return whether a worker's answers meet their SLO if the worker computes a new prompt.
 
         The answers are delayed while the worker computes the new prompt.
 
@@ -195,7 +196,8 @@ class DisaggregationPolicy:
             now: the time, in seconds of the router's monotonic clock.
 
         Returns:
-            True also without an SLO, without running answers, or without a measured prefill rate.
+            True if the time per token stays within `slo_seconds`. Also True if there is no SLO, no
+            running answer or no measured prefill rate.
         """
         if not slo_seconds or not worker.num_answers or not self._mean_rate:
             return True
@@ -214,9 +216,9 @@ class DisaggregationPolicy:
         """Return whether a running answer should move from a prefill worker to a decode worker.
 
         An answer that exceeds the bound of its time per token moves if it would be within the bound
-        on `target`. Any other answer moves if this saves clearly more time than the KV transfer
-        takes. Without a bound, no answer moves between workers that share cores, because the
-        prompts would slow it down there too.
+        on `target`. Any other answer moves if the move saves clearly more time than the KV transfer
+        takes. Without a bound, no answer moves between workers that share cores, because prompts
+        slow the answer down on both workers.
 
         Args:
             num_tokens: tokens of the prompt and of the answer so far.

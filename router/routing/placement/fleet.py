@@ -19,16 +19,18 @@ GROUPS: Mapping[str, tuple[int, int]] = {
     "prefill": (0, 2),
     "kept": (1, 2),
 }
-"""First kind, and the kind after the last, of the workers in each group: see `_kind` and
-`candidates.Group`."""
+"""For each group of workers, its first kind and the kind after its last kind.
+
+Groups are explained at `candidates.Group`, and kinds at `_kind`.
+"""
 
 TIE_SCALE = 1e10
-"""More than the tokens that a worker ever computes, so that `ties` orders by sequences first."""
+"""A number above all token counts of workers, so that `ties` orders by sequences first."""
 
 KV_READ_COST = 4e-4
 """Cost of reading one token of KV in one decode step, relative to computing one prompt token."""
 MAX_READS = 256
-"""Maximum number of decode steps that count: answers are usually shorter than allowed."""
+"""Maximum number of decode steps in a cost, because answers are usually shorter than allowed."""
 
 
 class LoadTable:
@@ -52,7 +54,8 @@ class LoadTable:
         self.speed = columns[10]  # prompt tokens per second; 0 if not measured
         self.uncached = columns[11]  # fraction of the prompt tokens that are not cached
         self.uncached[:] = 1.0
-        self.first_with_steps = num_workers  # lowest position of a worker with measured steps
+        # Lowest index in the fleet of a worker with measured steps.
+        self.first_with_steps = num_workers
         self.has_new_speeds = True  # whether a speed has changed since `Fleet.speeds` was computed
 
     def rows(self, rows: slice) -> "LoadTable":
@@ -89,7 +92,7 @@ class WorkerGroup(Generic[V]):
         views: the workers.
         loads: their loads.
         ranks: position of each worker in the order of the names.
-        is_by_name: whether the group has workers, and their rows are in order of their names.
+        is_by_name: whether the group is not empty and its rows are ordered by worker name.
         layouts: the layouts of their KV blocks.
         block_sizes: number of tokens per block of each worker.
         mask: bit mask of the workers' slots; set by `Fleet.use_slots`.

@@ -36,8 +36,9 @@ class RequestMigrator:
     def evacuate(self, view: WorkerView, out: list[Command], now: float) -> None:
         """Move requests away from a worker that drains, changes role or is suspect.
 
-        A draining worker loses all requests. A new prefill worker loses the decoding requests whose
-        KV blocks can move. A suspect worker loses the requests that it has not started.
+        All requests leave a draining worker. Decoding requests leave a new prefill worker if their
+        KV blocks can move. A suspect worker keeps the requests that it has started; the others
+        move.
         """
         for request in list(view.requests):
             state = self._placer.states[request]
@@ -55,8 +56,8 @@ class RequestMigrator:
         """Withdraw a request that is pending on `view`, if another worker can run it.
 
         Nothing changes while KV blocks are being sent to `view`. If a live migration to `view` is
-        withdrawn, the request continues at its source. A migration to another destination begins at
-        once if there is one.
+        withdrawn, the request continues at its source, and a migration to another destination
+        begins immediately if there is one.
         """
         assert state.pending is not None
         if state.running is None and state.pending.epoch is not None:

@@ -60,7 +60,7 @@ class RecoveryThrottle:
 
 
 class Placer:
-    """The placement of all requests: the queued ones, and those that workers hold."""
+    """Places requests on workers, and keeps the state and the workers of each open request."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Placer:
         # For each request, the workers whose views count the request.
         self._holders: dict[int, list[str]] = {}
         self.num_ended: Counter[Status] = Counter()
-        # Number of decisions by `str(PrefillDecision)`.
+        # Number of placed prompts by the text of their `PrefillDecision`.
         self.num_prefill_decisions: Counter[str] = Counter()
         self.dirty = False  # whether a queued request may fit now (see `assign_waiting`)
         self.listener = DecisionListener()
@@ -130,7 +130,7 @@ class Placer:
         self.reconcile(state, out, now)
 
     def started(self, state: RequestState, now: float) -> None:
-        """Record that a request has a new token. The next held request may then be released."""
+        """Record that a request has a new token, so that the next held request may be released."""
         self._throttle.discard(state.request.id)
         self._prefixes.computed(state.request.id, now)
 

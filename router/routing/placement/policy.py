@@ -58,7 +58,7 @@ class Policy(Protocol):
 
 
 class RolePolicy:
-    """Policy that chooses between prefill and decode workers. Within a role, a ranking chooses.
+    """Policy that chooses the roles for a request; a ranking chooses the worker within a role.
 
     A decode worker also computes the prompt if `DisaggregationPolicy` estimates that this takes
     less time. If one role has no workers, the workers of the other role do all the work.
@@ -122,7 +122,7 @@ class RolePolicy:
         if first is None and not candidates.has("prefill"):
             return None
         whole = candidates.colocated_worker(disaggregation)
-        if whole is None:  # each worker with room for the answer may have too many prompts
+        if whole is None:  # all workers with room for the answer may be busy with prompts
             second = None if first is None else candidates.answer_worker("answer")
             if first is None or second is None:
                 return None
@@ -148,7 +148,7 @@ class RolePolicy:
             return None
         second = candidates.answer_worker("answer")
         if second is not None and second.info.layout != first.info.layout:
-            # The layouts differ, so `second` cannot use the KV blocks of `first`.
+            # `second` cannot use the KV blocks of `first`, so choose only among workers that can.
             second = candidates.answer_worker("answer", first.info.layout)
         if second is None:
             return Placement(whole.name)
@@ -183,7 +183,7 @@ class RolePolicy:
 
 
 class LeastLoaded(RolePolicy):
-    """Policy that places a prompt at the shortest queue, an answer on the least loaded worker.
+    """Policy that places prompts at the shortest queue, and answers on the least loaded worker.
 
     Args:
         disaggregation: see `RolePolicy`.

@@ -46,7 +46,7 @@ class PrefixKnowledge:
         self._recent.add(request.id, worker, request.prompt_hashes.get(block_size, ()))
 
     def computed(self, request: int, now: float) -> None:
-        """Record that a prompt has been computed. From now on, its worker reports the blocks."""
+        """Record that a prompt has been computed, so that its worker now reports the blocks."""
         self._recent.end(request, now)
 
     def withdrawn(self, request: int) -> None:

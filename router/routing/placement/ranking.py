@@ -10,7 +10,8 @@ from penstock.router.routing.worker_view import PENALTY_SECONDS, WorkerView
 class Ranking(Protocol):
     """Chooses the best of several workers of one role; `RolePolicy` chooses the role.
 
-    A ranking returns None if no worker has room for the request. All `views` are usable workers.
+    The methods return None if no worker has room for the request. All `views` must be usable
+    workers.
     """
 
     def prompt_worker(

@@ -26,7 +26,7 @@ class RecentPrompts:
     """Records of prompts that workers will compute or have just computed, by request.
 
     Args:
-        slots: the slots of the workers in the levels.
+        slots: numbers of the workers in the bit masks of `levels`.
     """
 
     def __init__(self, slots: WorkerSlots) -> None:
@@ -58,7 +58,7 @@ class RecentPrompts:
             self._ending.append((now + KEPT_SECONDS, request, prompt[0]))
 
     def remove(self, request: int) -> None:
-        """Remove a record at once, because no worker will compute the prompt."""
+        """Remove a record immediately, because no worker will compute the prompt."""
         prompt = self._prompts.pop(request, None)
         if prompt is None:
             return

@@ -1,6 +1,6 @@
 """Messages about the blocks that workers have cached, as plain records.
 
-Blocks are named by short hashes: see `short_hash` of `penstock.common.block_hash`. Changes are
+Blocks are identified by short hashes: see `short_hash` of `penstock.common.block_hash`. Changes are
 numbered without gaps, from the start of a worker's process.
 """
 
@@ -12,12 +12,13 @@ from dataclasses import dataclass
 class CacheChange:
     """Net change of a worker's cached blocks in a step. Evictions are applied before stores.
 
-    The stored blocks are chains: each block follows the one before it in a sequence.
+    The stored blocks form chains. A chain is a run of consecutive blocks of one sequence.
     """
 
     evicted: Sequence[int] = ()
     stored: Sequence[int] = ()  # the stored blocks of all chains
-    # For each chain, the block before it; 0 if there is none or it is not cached.
+    # For each chain, the block before its first block. The value is 0 if there is no such block, or
+    # if it is not cached.
     parents: Sequence[int] = ()
 
 

@@ -2,8 +2,8 @@
 
 A worker sends a snapshot after its stream has opened, and then every change. If a change is missing
 or contradicts the index, the feed removes all blocks of the worker from the index and requests a
-new snapshot. Until the snapshot has arrived, the worker counts as a worker without cached blocks.
-Placement may then miss a cached prefix, but never expects one that does not exist.
+new snapshot. Until the snapshot has arrived, the worker is treated as a worker without cached
+blocks. Placement may then miss a cached prefix, but never expects one that does not exist.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ each request, so that a worker that sends wrong events causes little work. It is
 smallest one if no request follows for `MAX_RESYNC_SECONDS` after the end of a pause."""
 
 SNAPSHOT_SECONDS = 10.0
-"""Time limit for a snapshot. If it is late when changes arrive, the snapshot is requested again."""
+"""Time limit for a snapshot. If changes arrive after this time instead, it is requested again."""
 
 
 class _State(Enum):

@@ -2,9 +2,10 @@
 
 A block of a worker is **reachable** if the worker is known to have all blocks before it. Reachable
 blocks are in a radix tree, so a match takes one look-up for each run of blocks. All other blocks of
-a worker are **loose**: their parent is missing or unknown. `levels` looks for loose blocks at each
-depth where fewer workers have the next block, and links those that continue the prompt. The result
-is therefore exact for stores and evictions in any order.
+a worker are **loose**: their parent is missing or unknown. Before it returns, `levels` looks for
+loose blocks at each depth where some workers have no further block in the tree. It moves the loose
+blocks that continue the prompt into the tree. The result is therefore exact, in whatever order
+blocks are stored and evicted.
 """
 
 from collections.abc import Mapping, Sequence
@@ -130,7 +131,7 @@ class PrefixIndex:
         return 0 if node is None else node.holders_of(block)
 
     def match(self, hashes: Sequence[int]) -> Mapping[str, int]:
-        """Return the number of leading prompt blocks of each worker that has any.
+        """Return how many leading blocks of a prompt each worker has; others are absent.
 
         Args:
             hashes: the short hashes of the prompt's full blocks, in order.
@@ -147,7 +148,8 @@ class PrefixIndex:
         Each set of workers is a proper subset of the one before, and the depths rise. Workers
         without the first block are in no set.
         """
-        if len(hashes) == 1:  # a single block may be in the middle of a prompt, so it is not linked
+        # One block may be from the middle of a prompt, so it is not moved into the tree.
+        if len(hashes) == 1:
             holders = self.holders(hashes[0]) | self._loose.workers.get(hashes[0], 0)
             return [(1, holders)] if holders else []
         levels = self._tree.levels(hashes)
@@ -156,7 +158,7 @@ class PrefixIndex:
         return levels
 
     def _link_loose(self, hashes: Sequence[int], levels: Sequence[tuple[int, Workers]]) -> bool:
-        """Link the loose blocks that continue the prompt; return whether any were linked."""
+        """Move loose blocks that continue the prompt into the tree; return whether any moved."""
         loose, is_changed = self._loose.workers, False
         first = loose.get(hashes[0], 0) if hashes else 0
         starts = [(0, first)] if first else []
@@ -186,7 +188,7 @@ class _LooseBlocks:
     def __init__(self) -> None:
         self.workers: dict[int, Workers] = {}
         self.of_slot: dict[int, set[int]] = {}
-        # The value 1 << slot of each worker, to share one int object.
+        # By slot: the int 1 << slot, kept so that the blocks of a worker can share one object.
         self._bits: dict[int, Workers] = {}
 
     def add_worker(self, slot: int) -> None:

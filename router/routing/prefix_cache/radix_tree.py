@@ -25,8 +25,8 @@ class Node:
         parent: the node whose last block precedes this run; None if the run begins a prompt.
         children: the nodes after this run; None if there are none.
         holders: workers that have the first block.
-        partial: for each smaller extent, the holders with this extent; None if all holders have all
-            blocks.
+        partial: for each extent below `size`, the holders with this extent; None if all holders
+            have all blocks.
     """
 
     __slots__ = ("blocks", "children", "holders", "last", "parent", "partial", "size")
@@ -145,7 +145,8 @@ class RadixTree:
             if end > num or hashes[end - 1] != node.last:
                 end = position + node.num_common(hashes, position)
                 if end == position:
-                    # An inner block of a run cannot be the first block of a prompt.
+                    # The block is inside this run. The prompt could continue here only with the
+                    # run's first block.
                     break
             if node.holders != workers:
                 if position:
@@ -240,7 +241,7 @@ class RadixTree:
         A run grows if the workers that have all of its blocks get all of the new blocks. Otherwise
         a new run begins, because these workers would no longer have all blocks of the run.
         """
-        if not self.nodes.keys().isdisjoint(blocks):  # different blocks have equal hashes
+        if not self.nodes.keys().isdisjoint(blocks):  # a collision of hashes
             blocks = blocks[: next(at for at, block in enumerate(blocks) if block in self.nodes)]
         if before is not None and offset < before.size:
             self._split(before, offset)
@@ -274,7 +275,7 @@ class RadixTree:
             self._of_slot[slot].add(tail)
 
     def _reach(self, node: Node, workers: Workers, extent: int) -> None:
-        """Raise the extent of `workers` to `extent`; their extents must be smaller."""
+        """Raise the extents of `workers` to `extent`. The old extents must be smaller."""
         new = workers & ~node.holders
         for slot in bits(new):
             self._of_slot.setdefault(slot, set()).add(node)

@@ -5,14 +5,14 @@ from collections.abc import Iterator
 from typing import TypeAlias
 
 Workers: TypeAlias = int
-"""A set of workers as a bit mask: bit i is the worker with slot i."""
+"""A set of workers as a bit mask: bit i is 1 if the set contains the worker with slot i."""
 
 
 class WorkerSlots:
-    """Assigns a slot to each worker.
+    """Assigns a number, the slot, to each worker.
 
-    Indexes share the slots, so that their sets can be combined. A slot is free again once every
-    index that acquired it has released it.
+    Several prefix indexes use the same slots, so that their sets of workers can be combined. A slot
+    is free again once every index that acquired it has released it.
     """
 
     def __init__(self) -> None:

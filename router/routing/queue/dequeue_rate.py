@@ -4,24 +4,26 @@ import math
 
 
 class DequeueRate:
-    """Measures the cost per second of the requests that leave the queue, while requests wait.
+    """Measures how much cost leaves the queue per second, while requests wait.
 
-    The average covers about the last `WINDOW` seconds. Time without a waiting request does not
-    count. Requests that did not wait do not count either, since the queue could have emptied
-    faster.
+    Cost is that of the requests: see `QueuedRequest.cost`. The average covers about the last
+    `WINDOW` seconds. Time without a waiting request does not count. Requests that did not wait do
+    not count either, since the queue could have emptied faster.
     """
 
     WINDOW = 10.0  # seconds
     ASSUMED = 1000.0
     """Cost per second before the first measurement."""
     NEEDED = 1.0
-    """Seconds of measurement that are enough."""
+    """Seconds of measurement from which on the measured rate is used."""
 
     def __init__(self) -> None:
-        # Sums with exponential decay, up to the time when the last request left.
+        # Sums of cost and seconds with exponential decay, up to the time when the last request
+        # left.
         self._cost = self._seconds = 0.0
-        self._measured = 0.0  # the sum of seconds without decay
-        self._counted_until: float | None = None  # end of counted time, None if no request waits
+        self._measured = 0.0  # all measured seconds, without decay
+        # Time up to which waiting has been counted; None while no request waits.
+        self._counted_until: float | None = None
 
     def began_to_wait(self, now: float) -> None:
         """Record that a request waits."""
@@ -47,7 +49,7 @@ class DequeueRate:
         return self._cost / self._seconds if self._measured >= self.NEEDED else None
 
     def value(self, now: float) -> float:
-        """Return the cost per second, at least 1. It falls while no request leaves the queue."""
+        """Return the cost per second, at least 1; it falls while no request leaves the queue."""
         waited = self._uncounted(now)
         if self._measured + waited < self.NEEDED:
             return self.ASSUMED
@@ -55,7 +57,7 @@ class DequeueRate:
         return max(cost / seconds, 1.0)
 
     def _uncounted(self, now: float) -> float:
-        """Return the seconds since the last record, or 0 while no request waits."""
+        """Return the seconds of waiting that are not counted yet, or 0 while no request waits."""
         return 0.0 if self._counted_until is None else now - self._counted_until
 
     def _sums(self, waited: float) -> tuple[float, float]:

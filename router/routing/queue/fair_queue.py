@@ -69,8 +69,8 @@ class FairQueue:
     def retry_after(self, entry: QueuedRequest, now: float) -> float:
         """Return the seconds after which the client of a refused request should retry.
 
-        In this time, this request and the waiting requests of the same tenant would be placed. The
-        result is within [MIN_RETRY, MAX_RETRY].
+        This is the time in which the request and the waiting requests of its tenant would be
+        placed. The result is within [MIN_RETRY, MAX_RETRY].
         """
         held = self._quotas.by_tenant.get(entry.tenant, Amount()).cost
         own = held if entry.request in self._entries else held + entry.cost
@@ -100,7 +100,10 @@ class FairQueue:
         return not entry.is_requeued and now - entry.arrived_at > self.max_wait
 
     def add(self, entry: QueuedRequest) -> None:
-        """Add a request. For a new request, the caller must have removed `displaced_by`."""
+        """Add a request.
+
+        For a new request, the caller must first remove the requests that `displaced_by` returns.
+        """
         assert entry.request not in self._entries
         self._activate(entry.tenant)
         self._entries[entry.request] = entry

@@ -24,7 +24,7 @@ from penstock.router.routing.worker_view import WorkerView
 PREFILL_FACTOR = 5.0
 """The SLO is `ttft_slo` seconds plus this factor times the prompt's own compute time."""
 SLO_FRACTION = 0.9
-"""Deadlines use this share of `ttft_slo`; the rest is slack for about one step."""
+"""Deadlines use this fraction of `ttft_slo`; the rest is slack for about one step."""
 STARVATION_FACTOR = 10.0
 STARVATION_INTERVAL = 4
 
@@ -48,7 +48,7 @@ class QueuedPrompt(NamedTuple):
     seconds: float  # compute time of the prompt in a batch with other prompts
 
     def due(self, ttft_slo: float) -> float:
-        """Return the deadline for computing the prompt, on the clock of `arrived_at`."""
+        """Return the time by which the prompt must be computed, on the clock of `arrived_at`."""
         # A prompt takes up to 1.25 times as long in a batch as alone, hence the factor 0.8.
         return self.arrived_at + SLO_FRACTION * ttft_slo + 0.8 * PREFILL_FACTOR * self.seconds
 

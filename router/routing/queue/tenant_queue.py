@@ -15,13 +15,13 @@ class QueuedRequest:
     tenant: str
     priority: int  # as in vLLM, a tenant's requests with lower values go first
     num_tokens: int  # prompt tokens, which are added to the tenant's counter
-    is_requeued: bool = False  # placed before, so it goes first and is exempt from the bounds
+    is_requeued: bool = False  # was placed before, so it comes first and the bounds ignore it
     arrived_at: float = 0.0  # time of arrival, in seconds of the router's monotonic clock
     cost: int = 0  # upper bound of the prompt and answer tokens of all sequences
 
 
 class TenantQueue:
-    """One tenant's queued requests. Requeued ones come first, then priority and arrival decide."""
+    """One tenant's queued requests: requeued requests first, then by priority and arrival."""
 
     __slots__ = ("_new", "num_dequeued", "requeued")
 

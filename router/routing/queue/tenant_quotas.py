@@ -24,7 +24,7 @@ LARGEST_FRACTION = 0.25
 
 
 class Amount(NamedTuple):
-    """Number of requests, of their prompt tokens, and their total cost."""
+    """An amount of requests: their number, their prompt tokens, and their total cost."""
 
     requests: int = 0
     tokens: int = 0
@@ -37,7 +37,7 @@ class Amount(NamedTuple):
         return Amount(self.requests - 1, self.tokens - entry.num_tokens, self.cost - entry.cost)
 
     def fraction_of(self, bounds: "Amount") -> float:
-        """Return the largest of the three fractions, one for each bound."""
+        """Return the largest of the three fractions of the bounds that this amount takes."""
         return max(
             self.requests / bounds.requests, self.tokens / bounds.tokens, self.cost / bounds.cost
         )
@@ -58,7 +58,7 @@ class TenantQuotas:
     def __init__(self, bounds: Amount) -> None:
         self._bounds = bounds
         self.total = Amount()
-        self.by_tenant: dict[str, Amount] = {}  # amounts of the tenants that have such requests
+        self.by_tenant: dict[str, Amount] = {}  # only tenants that have such requests
 
     def add(self, entry: QueuedRequest) -> None:
         self.total = self.total.plus(entry)
@@ -73,9 +73,9 @@ class TenantQuotas:
             del self.by_tenant[entry.tenant]
 
     def cost_before(self, tenant: str, own: int) -> int:
-        """Return the cost that is served until a tenant has been served the cost `own`.
+        """Return the cost that is served in total until a tenant has been served the cost `own`.
 
-        All tenants are served equally until their waiting requests are served.
+        The tenants with waiting requests are assumed to be served at the same speed.
         """
         others = self._others(tenant).values()
         return own + sum(min(held.cost, own) for held in others)

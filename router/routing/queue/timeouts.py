@@ -13,15 +13,16 @@ DEADLINE_PASSED = "the deadline passed"
 
 
 def why_too_late(state: RequestState, views: Sequence[WorkerView], now: float) -> str:
-    """Return why it is too late to place a request for the first time, or "" if it is not too late.
+    """Return why it is too late to place a request, or an empty string if it is not too late.
 
-    It is too late if the workers, at their measured speed, cannot compute the prompt by the
-    deadline.
+    It is too late after the deadline. For a request that was never placed, it is also too late if
+    the workers, at their measured speed, cannot compute the prompt by the deadline.
     """
     left = state.request.deadline - now
     if left <= 0:
         return DEADLINE_PASSED
-    # Without a deadline, computing the capacity of a thousand workers would waste time.
+    # Requests without a deadline return here, since computing the capacity of a thousand workers
+    # takes time.
     if left == float("inf"):
         return ""
     capacity = None if state.attempt else prefill_capacity(views)

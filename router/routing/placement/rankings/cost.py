@@ -20,7 +20,11 @@ from penstock.router.routing.worker_view import WorkerView
 
 PROMPT_WEIGHT = 2.5
 SIMILAR_UTILIZATION = 0.05
-"""A decode worker may have this much more of its capacity in use if its cache saves a transfer."""
+"""A decode worker is preferred for its cache if its utilization is at most this much higher.
+
+Its utilization is compared with that of the least utilized worker. A cached prefix saves a part of
+the KV transfer.
+"""
 
 _by_load = LeastLoadedRanking()
 
@@ -64,5 +68,5 @@ class CostRanking:
 
 
 def read_cost_of(demand: Demand) -> float:
-    """Return the total cost of reading one KV token in all decode steps of an answer."""
+    """Return the cost, in prompt tokens, of reading one KV token in all steps of an answer."""
     return KV_READ_COST * max(min(demand.num_remaining - 1, MAX_READS), 0)
