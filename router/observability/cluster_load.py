@@ -13,8 +13,8 @@ class ClusterLoad(NamedTuple):
     """The load of all connected workers and of one router's queue.
 
     Attributes:
-        kv_usage: share of the workers' KV slots that is held, from 0 to 1.
-        num_waiting: number of requests that wait at the router or at the workers.
+        kv_usage: fraction of the workers' KV slots that are used, leased or reserved, from 0 to 1.
+        num_waiting: number of requests that wait at this router or at the workers.
     """
 
     kv_usage: float

@@ -14,11 +14,11 @@ from penstock.router.routing.request_state import Phase, RequestState, phase_of
 MAX_EVENTS = 64
 """Number of events that are kept of a request; later ones are only counted."""
 MAX_DETAIL = 200
-"""Characters of a worker's message that are kept."""
+"""Maximum number of characters of a worker's message that are kept."""
 
 
 RequestMessage: TypeAlias = ev.Yielded | ev.Received | ev.Failed | ev.Rejected
-"""Messages of workers about one request that are events of its explanation."""
+"""Messages of workers that are recorded as events of the request that they are about."""
 
 
 class Spent(IntEnum):
@@ -27,7 +27,7 @@ class Spent(IntEnum):
     QUEUE = 0  # the request waits at the router
     WORKER_QUEUE = 1  # the request waits at the worker that computes the prompt
     PREFILL = 2
-    WAIT = 3  # the request waits for a slot or blocks at the next worker
+    WAIT = 3  # the request has yielded and waits for room at its next worker
     TRANSFER = 4  # the request waits for the transfer of its KV blocks
     DECODE = 5
     RECOVERY = 6  # the request is queued or recomputed after it lost its worker or its KV
@@ -78,7 +78,7 @@ class ExplainedRequest:
         self.num_prompt = len(request.prompt)
         self.num_cached = 0  # prompt tokens that the first worker found in its prefix cache
         self.num_tokens = 0  # generated tokens, which are set at the end of the request
-        self.prefill_steps = 0  # steps in which the first worker computed the prompt; 0 if unknown
+        self.prefill_steps = 0  # steps that the first worker took for the prompt; 0 if unknown
         self.first_token = 0.0  # seconds from the arrival to the first token; 0 without a token
         self.seconds = 0.0  # seconds from the arrival to the end
         self.num_preemptions = 0
@@ -93,13 +93,14 @@ class ExplainedRequest:
         self._start = self._since = now
         self._phase = Spent.QUEUE
         self._reason = ""  # reason of the next submission
-        self._placement: ExplainedEvent | None = None  # placement that is not yet submitted
-        # The attempt and the worker's step count at the admission to the batch.
+        self._placement: ExplainedEvent | None = None  # placement whose Submit was not sent yet
+        # The last attempt that a worker added to its batch, and the worker's step count at that
+        # time.
         self._admitted: tuple[int, int] | None = None
-        self._started = 0  # attempt that sent the latest first token
-        self._received = 0  # attempt whose KV blocks have arrived at its worker
+        self._started = 0  # last attempt that produced a token
+        self._received = 0  # last attempt whose KV transfer is complete
         self._worker = ""  # worker that last ran the request
-        # The last message, which may be of another request.
+        # The last message that was handled. It may be about another request.
         self._seen: RequestMessage | None = None
         self._add("arrived", now, tokens=self.num_prompt)
 
@@ -227,6 +228,7 @@ class ExplainedRequest:
             if running.started and running.attempt != self._started:
                 self._first_token(state, running.worker, event, now)
         # If the request is placed again immediately, this method runs several times for one event.
+        # The event's message is recorded only once.
         if isinstance(event, RequestMessage) and event is not self._seen:
             self._add_message(event, now)
         phase = self._phase_of(state)

@@ -1,4 +1,4 @@
-"""A ring buffer of explanations: why and where the router's latest requests ran.
+"""A ring buffer of explanations: where the router's latest requests ran, and why there.
 
 An explanation is recorded at the few events of a request that change its state, never per token.
 """
@@ -78,7 +78,7 @@ class Explanations(DecisionListener):
         self._event: ev.Event | None = None  # the event that is being handled
 
     def find(self, request_id: str, tenant: str | None) -> Sequence[ExplainedRequest]:
-        """Return the requests with a client's id, in order of arrival.
+        """Return the requests to which a client gave this id, in order of arrival.
 
         Args:
             request_id: the client's id.
@@ -92,7 +92,7 @@ class Explanations(DecisionListener):
         ]
 
     def get(self, number: int, request_id: str) -> ExplainedRequest | None:
-        """Return the request with a number, or None if it is not kept."""
+        """Return the request with this number and id, or None if it is not kept."""
         return self._by_id.get(request_id, {}).get(number)
 
     # -------------------------------------------------------------- arrival and end

@@ -1,9 +1,9 @@
-"""Decides when a router reports that it is ready, and reports it. Pure code: no clock, no I/O."""
+"""Decides whether a router is ready, and reports each change. Pure code: no clock, no I/O."""
 
 from collections.abc import Callable, Collection
 
 PARTIAL_SECONDS = 30.0
-"""Seconds that a new router waits for workers of the other role once a worker is ready."""
+"""Seconds that a new router waits for workers of the other role after a first worker is ready."""
 
 
 class Readiness:
@@ -11,8 +11,8 @@ class Readiness:
 
     In general, a router is ready if any worker is ready, because workers of one role can do all the
     work. A new router in a cluster with prefill and decode pools first waits for a worker of each
-    role, but at most `PARTIAL_SECONDS`. Otherwise an early burst of requests would go to the worker
-    that started first, and stay there to the end.
+    role, but at most `PARTIAL_SECONDS`. Otherwise all requests of an early burst would go to the
+    worker that started first, and would stay there until they end.
 
     Args:
         waits_for_both: whether the cluster always has at least one prefill and one decode worker.
@@ -59,7 +59,7 @@ class ReadinessListeners:
         self._listeners: list[Callable[[str], None]] = []
 
     def add(self, listener: Callable[[str], None]) -> None:
-        """Call `listener` with the last reported reason, and with each new one."""
+        """Call `listener` with the last reported reason now, and with each new reason later."""
         self._listeners.append(listener)
         listener(self._reason)
 

@@ -58,9 +58,9 @@ class DeliveredTokens:
     def __init__(self) -> None:
         self.first = 0.0  # time of the first delivery
         self.last: float | None = None  # time of the newest delivery, or None before the first
-        # Token index of the first delivery; above 0 if the choice was resumed.
+        # Token index of the first delivered token; above 0 if the choice was resumed.
         self.first_position = 0
-        self.position = -1  # token index of the newest delivery
+        self.position = -1  # token index of the newest delivered token
         self.finish = 0  # finish reason of the newest token, a value of `Finish`
 
     @property
@@ -80,7 +80,7 @@ class _OpenRequest:
     submitted_at: float | None = None  # time of the first submission to a worker, or None
     # Time at which the first token was delivered, or None.
     first_token_at: float | None = None
-    num_preemptions: int = 0  # over all attempts
+    num_preemptions: int = 0  # number of preemptions in all attempts
 
     @property
     def num_tokens(self) -> int:
@@ -120,7 +120,7 @@ class RequestMetrics:
     def __init__(self, tenant_names: Mapping[str, str]) -> None:
         self.finished = dict.fromkeys(("stop", "length", *REASONS.values()), 0)
         self.first_token = Histogram(FIRST_BOUNDS)
-        # Mean time between the tokens of a choice, in seconds.
+        # Seconds between the tokens of a choice, as one mean value per choice.
         self.per_token = Histogram(TOKEN_BOUNDS)
         self.between_tokens = Histogram(TOKEN_BOUNDS)
         self.request = Histogram(REQUEST_BOUNDS)
@@ -188,7 +188,7 @@ class RequestMetrics:
                 one.num_preemptions += 1
 
     def first_token_delivered(self, request: int, now: float) -> None:
-        """Record the first token of a choice. Only the first token of the whole request counts."""
+        """Record the first token of a choice; ignore it if the request already has a token."""
         one = self._open_requests[request]
         if one.first_token_at is None:
             one.first_token_at = now
@@ -199,7 +199,8 @@ class RequestMetrics:
     def later_tokens_delivered(self, counts: Mapping[float, int], now: float) -> None:
         """Record the delivery of tokens other than the first tokens of choices.
 
-        `counts` has their number, by the delivery time of the previous token of the same choice.
+        A key of `counts` is the time at which the previous token of a choice was delivered. The
+        value is the number of new tokens whose previous token was delivered at that time.
         """
         for last, number in counts.items():
             self.between_tokens.add(now - last, number)

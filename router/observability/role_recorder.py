@@ -30,11 +30,11 @@ class RoleRecorder:
 
     def __init__(self, on_change: Callable[[str, str], None]) -> None:
         self.assignments: Assignments = {}
-        # Sends an assignment to the supervisor, which later answers by a call of `merge`.
-        # Without a supervisor, the value is None and roles take effect at once.
+        # Sends an assignment to the supervisor. The supervisor later confirms it by a call of
+        # `merge`. Without a supervisor, the value is None and roles take effect immediately.
         self.send: Callable[[str, Assignment], None] | None = None
         self._on_change = on_change
-        # Event that is set, and replaced by a new one, after each merge.
+        # Event for those who wait for the next merge. Each merge sets it and makes a new one.
         self._updated = asyncio.Event()
 
     def merge(self, assignments: Assignments) -> None:

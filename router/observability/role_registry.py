@@ -53,7 +53,7 @@ def successor(held: Assignment | None, role: str, now: float, by: str) -> Assign
 
 
 def covers(held: Assignments, given: Assignments) -> bool:
-    """Return whether `held` has each assignment in `given`, or a newer one of the same worker."""
+    """Return whether `held` has each assignment in `given`, or a newer one for the same worker."""
     return merged(held, given) == held
 
 
@@ -64,7 +64,7 @@ class RoleRegistry:
         self.assignments: Assignments = {}
 
     def merge(self, reported: Assignments) -> bool:
-        """Merge the assignments of a router; return True if that router already has all of them."""
+        """Merge a router's assignments; return True if the router already has all recorded ones."""
         self.record(reported)
         return self.assignments == reported
 

@@ -42,7 +42,7 @@ class WorkerStats:
 
     @property
     def kv_waste(self) -> float:
-        """Fraction of the token slots in used blocks that is empty."""
+        """Empty fraction of the token slots in used blocks."""
         slots = self.load.used_blocks * self.block_size
         return self.load.unwritten_slots / slots if slots else 0.0
 
@@ -340,9 +340,10 @@ def snapshot_pools(
 ) -> list[PoolState]:
     """Return the pools that have workers or are in `names`, sorted by name.
 
-    Every queued request counts as waiting for each pool that lacks capacity for the next queued
-    request. If all pools have capacity, it counts for the prefill pool. A yielded request counts
-    for the decode pool. Prompt tokens count only for the pool that computes prompts.
+    Every request in the queue counts as waiting for each pool that lacks capacity for the first
+    request in the queue. If all pools have capacity, all requests count for the prefill pool. A
+    yielded request counts for the decode pool. Prompt tokens count only for the pool that computes
+    prompts.
 
     Args:
         workers: all configured workers.
@@ -365,7 +366,7 @@ def snapshot_pools(
 
 
 def _with_others(pool: PoolState, others: Sequence[RouterState]) -> PoolState:
-    """Return `pool`, and count the requests that wait for this pool at other routers too."""
+    """Return the state of a pool, including the requests that wait for it at other routers."""
     queued = sum(each.queued.get(pool.pool, 0) for each in others)
     tokens = sum(each.queued_tokens.get(pool.pool, 0) for each in others)
     return replace(pool, waiting=pool.waiting + queued, waiting_tokens=pool.waiting_tokens + tokens)

@@ -18,7 +18,7 @@ class StepColumns:
         tokens: tokens run through the model.
         sequences: sequences of the step.
         positions: KV positions of all sequences.
-        pairs: number of pairs of a prompt token and a position that this token attends to.
+        pairs: number of pairs of a prompt token and a KV position to which the token attends.
     """
 
     number: list[int]

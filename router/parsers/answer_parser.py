@@ -37,7 +37,7 @@ PROMPT_END_TOKENS = 16
 """Number of tokens at the end of a prompt that show whether reasoning has begun."""
 
 CHARS_PER_STEP = 512
-"""Longer texts are parsed in steps, because each step copies the unread text."""
+"""Longer texts are parsed in steps, because the parser copies its unread text again and again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +167,7 @@ class AnswerParsers:
 
         Args:
             prompt_end: see `new`.
-            grammar: writes the grammar.
+            grammar: writer of the parts of the grammar.
         """
         if not self.reads_tools:
             return None

@@ -69,6 +69,6 @@ class JsonSpan:
             self.is_ended = self._depth <= 0
             return at if self._depth < 0 else at + 1
         elif self._depth == 0:
-            self.is_ended = True  # no value
+            self.is_ended = True  # neither a value nor white space: stop here
             return at
         return at + 1

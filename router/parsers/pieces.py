@@ -34,7 +34,7 @@ class OutputParser(Protocol):
     """
 
     def feed(self, text: str) -> list[Piece]:
-        """Append text; return the pieces that are certain now."""
+        """Append text; return the pieces that later text cannot change."""
         ...
 
     def finish(self) -> list[Piece]:

@@ -10,7 +10,7 @@ from penstock.router.parsers.pieces import ARGUMENTS, CALL, CONTENT, Piece
 from penstock.router.parsers.tools.call_grammar import CallForm, CallGrammar
 
 State: TypeAlias = Callable[[], bool]
-"""Reads some unread text; returns False if more text is needed for the next decision."""
+"""A state: a method that reads some unread text, and returns False if it needs more text first."""
 
 NOT_SPACE = re.compile(r"\S")
 
@@ -34,7 +34,7 @@ def held_length(text: str, markers: tuple[str, ...]) -> int:
     """Return the length of the longest suffix of `text` that may be the start of a marker."""
     most, firsts = _starts(markers)
     end = text[-most:] if most else ""
-    if not any(first in end for first in firsts):  # in most texts, no marker can begin
+    if not any(first in end for first in firsts):  # usual case: no marker begins near the end
         return 0
     longest = 0
     for marker in markers:
@@ -49,11 +49,12 @@ class Reader:
     """Reads an answer as a state machine; `_state` is the method that reads the next text.
 
     A state decides only if later text cannot change the decision. The result therefore does not
-    depend on how the answer is split. White space next to tool calls is left out.
+    depend on how the answer is divided into calls of `feed`. White space next to tool calls is left
+    out.
     """
 
     def __init__(self) -> None:
-        self._text = ""  # unread
+        self._text = ""  # text that was not read yet
         self._is_ended = False
         self._num_calls = 0
         self._follows_call = False  # whether no content has followed the last call
@@ -146,7 +147,7 @@ class Reader:
             self._pieces.append(Piece(kind, text, call, call_id))
 
     def _add_content(self, text: str) -> None:
-        """Add content; white space at its end waits for more content."""
+        """Add content; white space at its end is held back until more content follows."""
         text = self._space + text
         end = len(text.rstrip())
         self._space = text[end:]
@@ -156,7 +157,7 @@ class Reader:
             self._add(CONTENT, text[start:end])
 
     def _add_call(self, name: str, call_id: str = "") -> None:
-        """Begin a call; `_add_arguments` continues it."""
+        """Begin a call; `_add_arguments` then adds the text of its arguments."""
         self._space = ""
         self._follows_call = True
         self._add(CALL, name, self._num_calls, call_id)

@@ -52,10 +52,10 @@ class AnswerParsing:
         return self._parsers.new(self._prompt_end, self._options)
 
     def call_id(self, choice: int, call: int) -> str:
-        """Return the id of a tool call, which depends only on the request.
+        """Return the id of a tool call, which is the same if the request is repeated.
 
-        The id also depends on the length of the prompt, because all requests of a conversation may
-        have the same request id.
+        The id is a hash of the request id, the prompt's length, the choice and the call. It
+        includes the length because all requests of a conversation may have the same request id.
         """
         text = f"{self._seed}\0{choice}\0{call}"
         digits = hashlib.blake2b(text.encode(), digest_size=CALL_ID_DIGITS // 2).hexdigest()
@@ -74,7 +74,7 @@ class ModelParsers:
         source = tokenizer.chat_template
         template = "" if source is None else source.template
         self._parsers = AnswerParsers(template, config.tool_call_parser, config.reasoning_parser)
-        # Special tokens in the texts of answers, by `ParsingOptions.reads_calls`.
+        # Cached results of `shown_tokens`, by `ParsingOptions.reads_calls`.
         self._shown: dict[bool, frozenset[int]] = {}
 
     @property
@@ -88,7 +88,7 @@ class ModelParsers:
         return self._reasoning_end() is not None
 
     def thinking_budget(self, num_tokens: int, prompt: Sequence[int]) -> ThinkingBudget:
-        """Return the thinking budget of the answers to a prompt.
+        """Return the thinking budget of `num_tokens` tokens for the answers to a prompt.
 
         Raises:
             ServingError: INVALID if the reasoning of this model cannot be limited.
@@ -114,7 +114,7 @@ class ModelParsers:
         return end
 
     def check_tools(self) -> None:
-        """Refuse tools if calls could not be found in the model's answer."""
+        """Refuse a request with tools if the format of the model's calls is unknown."""
         if not self._parsers.reads_tools:
             raise invalid(
                 "the format of this model's tool calls is unknown: leave tools out, or start the "

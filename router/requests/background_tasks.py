@@ -6,7 +6,7 @@ from collections.abc import Coroutine, Sized
 
 POLL_SECONDS = 0.05
 END_SECONDS = 5.0
-"""Time limit in seconds for the end of tasks whose requests have ended."""
+"""Longest time in seconds that a task may still run after its requests have ended."""
 
 
 class BackgroundTasks:

@@ -6,7 +6,7 @@ from penstock.router.requests.response_stream import AnswerBuilder, Delta
 
 
 class BestOfRanker:
-    """A buffer of a request's choices that returns the most likely ones once all have ended.
+    """A buffer for all choices of a request, which returns the most likely ones at the end.
 
     Choices are ranked by the mean log probability of their tokens, as in `best_of` of OpenAI and
     TGI, so that short answers have no advantage. A beam search already returns exactly the

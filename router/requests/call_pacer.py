@@ -1,4 +1,4 @@
-"""Spreads the start of calls over time, so that a burst of calls does not hold the event loop."""
+"""Delays the starts of calls, so that a burst of calls does not block the event loop."""
 
 import asyncio
 from collections import deque
@@ -18,7 +18,7 @@ class CallPacer:
     async def wait(self) -> None:
         """Wait until the call may begin.
 
-        Returns at once if no call has begun in this iteration of the event loop.
+        Returns immediately if no call has begun in this iteration of the event loop.
         """
         loop = asyncio.get_running_loop()
         if self._has_begun:
@@ -30,7 +30,7 @@ class CallPacer:
             loop.call_soon(self._start_next, loop)
 
     def _start_next(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Start the next call that still waits."""
+        """Let the next waiting call begin, in the next iteration of the event loop."""
         while self._waiting:
             start = self._waiting.popleft()
             if not start.done():  # the call was not cancelled while it waited

@@ -24,7 +24,10 @@ RESERVED_VARIABLES = frozenset(
         *SPECIAL_TOKEN_NAMES,
     }
 )
-"""Variables and arguments of chat templates that a request sets by other fields, or cannot set."""
+"""Names that a request's variables for the chat template must not have.
+
+A request sets them by other fields, or cannot set them.
+"""
 
 
 def check_variables(variables: Collection[str], field: str) -> None:

@@ -100,7 +100,7 @@ def request_cost(request: GenerationRequest, max_tokens: int) -> int:
 def default_max_tokens(
     request: GenerationRequest, num_requests: int, bounds: RequestBounds
 ) -> int | None:
-    """Return the request's default of `max_tokens`, reduced if needed to keep the cost limit."""
+    """Return the request's default of `max_tokens`, reduced if the call would cost too much."""
     left = bounds.max_request_cost // num_requests - request_cost(request, 0)
     affordable = max(left // request_cost(_without_prompt(request.sampling), 1), 1)
     given = request.default_max_tokens
@@ -112,8 +112,8 @@ def check_least_cost(
 ) -> None:
     """Refuse a call that is invalid, or too expensive even without its prompts.
 
-    Called before the prompts and the bad words are encoded, so that `sampling` may lack the bad
-    words.
+    The check is made before the prompts and the bad words are encoded. `sampling` may therefore
+    lack the bad words.
     """
     check_sampling(sampling, model, bounds)
     least = request_cost(_without_prompt(sampling), max(sampling.max_tokens or 1, 1))
@@ -145,7 +145,7 @@ def _check(cost: int, sampling: SamplingParams, num_prompts: int, bounds: Reques
 
 
 def _costly_field(sampling: SamplingParams, num_prompts: int) -> str:
-    """Return the request field to name in a refusal: the first one that multiplies the cost."""
+    """Return the first request field that multiplies the cost; a refusal names this field."""
     if sampling.num_sequences > 1:
         return "n" if sampling.best_of is None else "best_of"
     if sampling.logprobs:

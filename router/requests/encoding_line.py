@@ -12,7 +12,7 @@ from penstock.router.requests.fair_line import FairLine
 T = TypeVar("T")
 
 NUM_THREADS = 2
-"""Number of threads: a tenant uses one at a time, so a long text leaves one to the others."""
+"""Number of threads. A tenant uses one at a time, so its long text leaves one to the others."""
 
 
 @dataclass(slots=True, eq=False)
@@ -24,7 +24,7 @@ class _Job:
 class EncodingLine:
     """Encodes texts in threads, in the order of a `FairLine`.
 
-    If a caller is cancelled before its job has begun, the job does not run.
+    If the caller of `run` is cancelled before its job has begun, the job does not run.
 
     Args:
         max_chars: maximum number of characters of all waiting texts. One tenant may use a quarter

@@ -1,4 +1,4 @@
-"""The order in which the jobs of several tenants get slots, such as threads or processes."""
+"""A queue that assigns the jobs of several tenants to slots (threads or processes) fairly."""
 
 from collections import deque
 from collections.abc import Collection
@@ -13,7 +13,7 @@ LEAST_SIZE = 1024
 """Smaller jobs count as this size, so that the bounds also limit the number of jobs."""
 
 MAX_REMEMBERED = 1024
-"""Largest number of tenants without waiting jobs whose service is remembered."""
+"""The service of at most this many tenants is remembered while they have no waiting jobs."""
 
 
 class Begun(NamedTuple, Generic[J]):
@@ -54,7 +54,7 @@ class FairLine(Generic[J]):
         self._max_size = max_size
         self._slot_size = slot_size
         self._size = 0
-        self._clock = 0  # the amount of service that the last chosen tenant had received
+        self._clock = 0  # largest service that a tenant had received when it was chosen
         self._slots = [_Slot() for _ in range(num_slots)]
         self._tenants: dict[str, _Tenant[J]] = {}  # tenants with waiting jobs
         self._served: dict[str, int] = {}  # recently served tenants without waiting jobs
@@ -98,7 +98,8 @@ class FairLine(Generic[J]):
         if first is not None and idle is not None:
             return self._begin(first, idle)
         for name in sorted(bound.keys() & self._tenants.keys(), key=self._service):
-            # Leave the slot empty for tenant `first`, which has no slot and has had less service.
+            # Start no other job: tenant `first` has no slot, has had less service, and gets the
+            # next idle slot.
             if first is not None and self._service(first) < self._service(name):
                 return None
             slot = self._slots[bound[name]]
@@ -117,7 +118,7 @@ class FairLine(Generic[J]):
             self._served[slot.tenant] += extra
 
     def remove(self, name: str, job: J) -> None:
-        """Take a job out of the line, if it has not begun."""
+        """Remove a job from the queue, if it has not begun."""
         tenant = self._tenants.get(name)
         for entry in tenant.jobs if tenant is not None else ():
             if entry[0] is job:
@@ -125,7 +126,7 @@ class FairLine(Generic[J]):
                 return
 
     def clear(self) -> list[J]:
-        """Take all jobs out of the line and return them."""
+        """Remove all jobs from the queue and return them."""
         jobs = [job for tenant in self._tenants.values() for job, _ in tenant.jobs]
         self._tenants.clear()
         self._size = 0

@@ -37,8 +37,9 @@ class GenerationDefaults:
     def sampling_params(self, given: Mapping[str, Any]) -> SamplingParams:
         """Return the sampling parameters `given`, with values for the absent ones.
 
-        Values come first from the model's defaults, then from ours. A beam search does not sample,
-        so the model's sampling defaults are not used for it.
+        An absent parameter gets the model's default or, if there is none, the one of
+        `SamplingParams`. A beam search does not sample, so the model's sampling defaults are not
+        used for it.
         """
         is_beam_search = given.get("use_beam_search")
         defaults = {
@@ -49,14 +50,14 @@ class GenerationDefaults:
         return SamplingParams(**{**defaults, **given})
 
     def default_max_tokens(self, own: int | None = None) -> int | None:
-        """Return the lower of the model's and the API's (`own`) default; None if neither exists."""
+        """Return the lower of the model's default and the API's default `own`; None without any."""
         return min((each for each in (self.max_tokens, own) if each is not None), default=None)
 
 
 def read_generation_defaults(folder: Path, limits: SamplingLimits) -> GenerationDefaults:
     """Return the defaults in a checkpoint's `generation_config.json`, if that file exists.
 
-    In a GGUF file, the entries below `general.sampling.` take the place of that file.
+    For a GGUF file, its entries below `general.sampling.` are used instead.
 
     `do_sample: false` means temperature 0.
 

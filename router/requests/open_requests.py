@@ -62,8 +62,8 @@ class OpenRequests:
     def deliver(self, tokens: ev.TokenColumns, now: float) -> None:
         """Deliver the tokens of a step. This runs for every token: keep it fast."""
         outputs, logprobs = self._outputs, tokens.logprobs
-        # Tokens whose previous tokens came at the same time are counted together.
-        counts: dict[float, int] = {}  # number of tokens for each time of the previous token
+        # Number of tokens by the delivery time of the previous token of the same choice.
+        counts: dict[float, int] = {}
         for row, (request, _, choice, position, token, finish) in enumerate(tokens.rows()):
             output = outputs.get(request)
             if output is None:

@@ -1,4 +1,4 @@
-"""Encodes the texts of calls: checks their lengths, and keeps long texts off the event loop."""
+"""Encodes the texts of calls: checks their lengths, and encodes long texts in threads."""
 
 from collections.abc import Callable, Sequence
 
@@ -42,7 +42,7 @@ class PromptEncoder:
         self._model = model
         self._helpers = helpers
         self._line = EncodingLine(config.bounds.max_encoding_chars)
-        self.run_in_line = self._line.run  # the same threads also run other long work on prompts
+        self.run_in_line = self._line.run  # runs other long work on prompts in the same threads
 
     @property
     def num_waiting(self) -> int:
@@ -65,7 +65,8 @@ class PromptEncoder:
             self._check(len(text), name)
         without_control, tokenizer = self._without_control, self._tokenizer
         encode = tokenizer.encode_without_control if without_control else tokenizer.encode
-        # Encoding control tokens as text needs a second tokenizer, which may not be loaded yet.
+        # Control tokens are encoded as text in a thread, because the second tokenizer that this
+        # needs may not be loaded yet.
         if len(text) <= INLINE_CHARS and not (
             without_control and tokenizer.has_control_tokens(text)
         ):
@@ -113,7 +114,8 @@ class PromptEncoder:
         max_chars = self._model().max_model_len * self._tokenizer.longest_token
         segments = await render_chat(self._helpers, chat, options, max_chars, tenant)
         num_chars = sum(len(segment.text) for segment in segments)
-        # Plain segments are encoded by a second tokenizer, which may not be loaded yet.
+        # Plain segments are encoded in a thread, because the second tokenizer that they need may
+        # not be loaded yet.
         if num_chars <= INLINE_CHARS and not any(segment.is_plain for segment in segments):
             return self._tokenizer.encode_segments(segments)
         return await self._line.run(

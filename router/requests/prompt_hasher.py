@@ -17,7 +17,7 @@ INLINE_BLOCKS = 64
 """Prompts up to this number of blocks are hashed on the event loop, in about 0.1 ms."""
 
 CHARS_PER_BLOCK = 16
-"""Hashing a block takes about as long as tokenizing this number of characters."""
+"""In the threads' queue, a block counts as this many characters, which take as long to tokenize."""
 
 Hashes = Mapping[int, Sequence[int]]
 

@@ -32,8 +32,8 @@ class GenerationRequest:
 
     prompt: Sequence[int]
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    timeout: float | None = None  # seconds
-    # Default of `max_tokens`, or None for the rest of the context.
+    timeout: float | None = None  # time limit in seconds; None: the router's default
+    # Default of `max_tokens`. None means that an answer may fill the rest of the context.
     default_max_tokens: int | None = None
     tenant: str = ""
     priority: int = 0  # as in vLLM, a tenant's requests with lower values go first
@@ -43,7 +43,7 @@ class GenerationRequest:
     cache_salt: str = ""  # requests share KV only if tenant and salt are equal
     # Special tokens that the text of the answer contains.
     shown_tokens: frozenset[int] = frozenset()
-    prompt_copies: int = 0  # how often the answer contains the prompt (see `cost`)
+    prompt_copies: int = 0  # how often the answers repeat the prompt (see `cost`)
 
     @property
     def salt(self) -> bytes:

@@ -26,7 +26,7 @@ class ChoiceOutput(DeliveredTokens):
         self.detokenizer = detokenizer
         self.is_finished = False
         # Whether tokens can be delivered without checks.
-        # True for an open choice without stop strings whose deltas wait for no other choice.
+        # True while the choice is open, if it has no stop strings and the choices are not ranked.
         self.is_plain = is_plain
 
     def end(self) -> None:
@@ -127,7 +127,7 @@ class RequestOutput:
             self._on_stop_string(choice, position + 1)
 
     def deliver_end(self, what: DeliverEnd) -> None:
-        """Deliver the end of a choice. No new token comes with the end."""
+        """Deliver the end of a choice that comes without a new token."""
         one = self.choices[what.choice]
         if one.is_finished:
             return

@@ -17,7 +17,7 @@ class ClientDisconnectedError(Exception):
     """The client has disconnected, or no longer needs the answer."""
 
 
-# The class is not frozen, because creating a frozen dataclass takes 3 times as long.
+# The class is not frozen, because creating an instance of a frozen class takes 3 times as long.
 @dataclass(slots=True)
 class Delta:
     """New tokens of one choice and the text that they add."""
@@ -52,7 +52,7 @@ class AnswerBuilder:
         self._logprobs.extend(delta.logprobs)
 
     def build(self) -> Delta:
-        """Return one delta for all added deltas, of which there must be at least one."""
+        """Return one delta for all added deltas. At least one delta must have been added."""
         first, last = self._first, self._last
         assert first is not None
         assert last is not None
@@ -94,7 +94,7 @@ def slices_of(delta: Delta, max_tokens: int) -> Iterator[Delta]:
 
 
 class TokenWriter(Protocol):
-    """Sends a token to the client at once, without a switch to the task that reads the stream."""
+    """Sends a token to the client directly, without a switch to the task that reads the stream."""
 
     def __call__(self, index: int, choice: int, position: int, token: int, text: str) -> bool:
         """Send a token; return False if the client cannot take the token now.
@@ -143,7 +143,7 @@ class ResponseStream:
         # For each request index, the number of cached prompt tokens, known before the first delta.
         self.num_cached: dict[int, int] = {}
         self.writer: TokenWriter | None = None
-        # Same as `writer` while nothing is unread, else None.
+        # Same as `writer` while the reader waits and nothing is unread, else None.
         self.idle_writer: TokenWriter | None = None
         self._max_unread = max_unread
         self._on_cancel = on_cancel

@@ -7,7 +7,7 @@ SLICE_SECONDS = 0.002
 
 
 class Slices:
-    """Measures how long a piece of work has held the event loop.
+    """Measures how long a piece of work has blocked the event loop.
 
     The work calls `pause` between its short steps.
     """

@@ -20,8 +20,9 @@ class ToolChoice:
     """The checked `tool_choice` of a request.
 
     Attributes:
-        mode: `named` means that the function `name` must be called.
-        name: name of a function, or empty.
+        mode: whether tools may be called. The modes are those of OpenAI's `tool_choice`; `named`
+            means that the function `name` must be called.
+        name: name of the function in the mode `named`, else empty.
     """
 
     mode: Mode

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from penstock.common.argument_notation import JSON, ArgumentNotation
 
 SPACE = "SPACE"
-"""Terminal: a little white space, or none."""
+"""Name of the terminal for at most `MAX_SPACES` characters of white space, or none."""
 
 FIRST = "FIRST"
-"""Terminal: the text at the start of an answer, unless it is only a little white space."""
+"""Name of the terminal for text at the start of an answer that `SPACE` does not match."""
 
 NEVER = json.dumps("\0")
 """Expansion that matches only the character NUL, which models do not write."""
@@ -86,7 +86,7 @@ class CallGrammar:
         return json.dumps(text, ensure_ascii=False) if token is None else f"<[{token}]>"
 
     def each(self, form: Callable[[str, str], str]) -> str:
-        """Add a rule with the alternatives of all functions; return its name.
+        """Add a rule with one alternative per function; return the name of the rule.
 
         `form` is called with the name of a function and the rule of its arguments.
         """
@@ -96,7 +96,7 @@ class CallGrammar:
         return rule
 
     def more(self, expansion: str) -> str:
-        """Return an expansion that may be repeated; empty if only one call is allowed."""
+        """Return `expansion` as a repeatable part; empty if an answer may have only one call."""
         return f"( {expansion} )*" if self.is_parallel else ""
 
     def firsts(self, trigger: Callable[[str], str], rest: str) -> list[CallForm]:
@@ -159,7 +159,7 @@ class CallGrammar:
         start = body
         if tags is not None:
             begin, end = tags
-            # A call cannot begin within reasoning.
+            # Text within reasoning, where no call can begin.
             inside = f"( TEXT {self._special((*triggers, begin), (*triggers, *tags))} )* TEXT"
             rules += self._triggered("reasoning_begin", SPACE, begin, "")
             rules += self._triggered("reasoning_end", inside, end, "")
@@ -180,8 +180,8 @@ class CallGrammar:
         """Return the expansion for answers that do not begin with reasoning.
 
         The start tag of reasoning is a special token. When a special token comes after white space,
-        the lexer must be in exactly one terminal. Text at the start of an answer therefore has
-        terminals of its own. Reasoning may follow only the terminal `SPACE`.
+        the lexer must be in exactly one terminal. Text at the start of an answer therefore has the
+        terminals `FIRST` and `SPACE` of its own. Reasoning may follow only `SPACE`.
         """
         triggers = [form.trigger for form in forms]
         others = self._special(known[1:], (*triggers, *known))
@@ -200,7 +200,7 @@ class CallGrammar:
 
         Args:
             forms: the forms of calls.
-            name: name of their rules.
+            name: prefix of the names of their rules.
             text: expansion for text before a special token.
         """
         names = [f"{name}_{index}" for index, _ in enumerate(forms)]
@@ -223,7 +223,7 @@ class CallGrammar:
         return rules
 
     def _triggered(self, name: str, lead: str, trigger: str, rest: str) -> list[str]:
-        """Return the rules of `name`: the text `lead`, the first trigger after it, and `rest`."""
+        """Return the rules for `name`: text that matches `lead`, then the trigger, then `rest`."""
         token = self._special_id(trigger)
         if token is not None:
             return [f"{name}: {lead} <[{token}]> {rest}"]
@@ -236,8 +236,9 @@ class CallGrammar:
 
         Args:
             allowed: the markers that are allowed.
-            markers: all markers that are used elsewhere. Each of their tokens must be a lexeme of
-                its own: if several lexemes contain a token, the lexer uses only one of them.
+            markers: all markers that the grammar uses by themselves. The token of each of them must
+                be a lexeme of its own: if several lexemes contain a token, the lexer uses only one
+                of them.
         """
         own = {self._special_id(marker) for marker in markers}
         others = sorted(set(self._special_ids) - own)

@@ -64,7 +64,7 @@ class FunctionGemmaParser(Reader):
         return marker is not None
 
     def _read_bare(self) -> bool:
-        """Read text outside of strings up to the next bracket, sign or quote."""
+        """Read text outside of strings up to the next bracket, comma, colon or quote."""
         text, marker = self._until(self.quote, *"{}[],:")
         self._bare += text
         if marker is None:

@@ -37,7 +37,8 @@ class KimiParser(DeepSeekV31Parser):
         if found is None:
             super()._begin("")
             return
-        # Two calls of an answer must not have the same id, and every id must have an index.
+        # Keep the model's id only if it has an index and no earlier call of the answer has the same
+        # id.
         is_id = found["index"] is not None and given not in self._ids
         self._ids.add(given)
         super()._begin(found["name"], given if is_id else "")

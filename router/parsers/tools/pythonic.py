@@ -15,7 +15,7 @@ from penstock.router.parsers.tools.python_value import PythonSpan, value_as_json
 from penstock.router.parsers.tools.tool_parameters import ToolParameters
 
 BEGIN, END = "<|python_start|>", "<|python_end|>"
-# The length is bounded, since the pattern is matched at every token.
+# The pattern limits the length of a name, because it is matched again at every token.
 NAME = re.compile(r"[A-Za-z_][\w.-]{0,255}")
 MAX_KEY_CHARS = 300  # limit for the name of an argument, including white space
 

@@ -24,7 +24,7 @@ from penstock.router.parsers.tools.tool_parameters import ToolParameters
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
-# The length is bounded, since the pattern is matched at every token.
+# The pattern limits the length of a name, because it is matched again at every token.
 KEY = re.compile(r"[^<>\n]{1,256}")
 
 

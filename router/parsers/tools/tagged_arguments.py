@@ -28,7 +28,7 @@ class TaggedArgumentsParser(Reader):
     """
 
     strips_newlines = False
-    """Whether a newline at each end of a value belongs to the tags."""
+    """Whether one newline after the start tag and one before the end tag are no part of a value."""
 
     def __init__(self, tools: ToolParameters | None = None) -> None:
         super().__init__()
