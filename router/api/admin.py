@@ -31,7 +31,7 @@ from penstock.router.observability.prometheus_vllm import vllm_metrics
 from penstock.router.observability.snapshot import ClusterState, WorkerStats
 
 ROLES = {"/metrics": READERS, "/status": READERS, "/steps": READERS, "/role": OPERATORS}
-"""For each path, the API key roles that may call it; other paths are for operators only."""
+"""By path: the roles whose API keys may call the path; other paths are for operators only."""
 
 OPENMETRICS = "application/openmetrics-text"
 
@@ -47,7 +47,7 @@ def accepts_openmetrics(accept: str) -> bool:
 
 
 class SnapshotCollector(Collector):
-    """A collector that builds metrics at each scrape, so that removed workers have no metrics."""
+    """A collector that makes the metrics anew at each scrape, so that removed workers have none."""
 
     def __init__(self, frontend: Frontend) -> None:
         self._frontend = frontend
@@ -105,7 +105,8 @@ class AdminApi:
 
     async def metrics(self, request: Request) -> Response:
         """Return the metrics: OpenMetrics if the Accept header names it, else Prometheus text."""
-        # Pass a constant: `choose_encoder` fails if a header has a version that is not a number.
+        # Pass a constant instead of the header: `choose_encoder` raises an error if the header has
+        # a version that is not a number.
         accepts = accepts_openmetrics(request.headers.get("accept", ""))
         encode, content_type = choose_encoder(OPENMETRICS if accepts else "")
         return Response(encode(self._registry), headers={"content-type": content_type})

@@ -13,7 +13,7 @@ READERS: frozenset[Role] = frozenset({"metrics", "operator"})
 OPERATORS: frozenset[Role] = frozenset({"operator"})
 
 ANONYMOUS = "anonymous"
-"""Name of all callers of a server without API keys."""
+"""Name by which all callers of a server without API keys are known."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """HTTP connections with limits that uvicorn lacks, on bytes, times and the number of connections.
 
-All limits hold before a request is authenticated.
+All limits apply even before a request is authenticated.
 """
 
 import asyncio
@@ -45,14 +45,15 @@ MAX_COLLECTED = 64 << 10
 class BodyWriter:
     """Collects the bytes of a response, and writes them in the event loop's next iteration.
 
-    A `BodyWriter` replaces the transport in uvicorn's state of the request. Status, headers and
-    first events therefore take one system call, and so do the last event and the end of the body.
-    `write_chunk` adds parts of a chunked body without a task switch; ASGI's `send` needs one.
+    A `BodyWriter` replaces the transport in uvicorn's state of the request. Therefore one system
+    call writes the status, the headers and the first events, and one writes the last event and the
+    end of the body. `write_chunk` adds parts of a chunked body without a task switch; ASGI's `send`
+    needs one.
 
     Args:
         cycle: uvicorn's state of the request.
         transport: the connection.
-        batch: calls `flush` in the next iteration of the event loop after a `write`.
+        batch: after a `write`, calls `flush` in the next iteration of the event loop.
 
     Attributes:
         cycle: uvicorn's state of the request.
@@ -85,7 +86,7 @@ class BodyWriter:
             self.flow.resume_reading()  # while reading is paused, a disconnect is not noticed
 
     def unwatch(self) -> None:
-        """Remove the callback of `watch`, so that an idle connection keeps no call alive."""
+        """Remove the callback of `watch`, so that an idle connection holds no reference to it."""
         self._on_disconnect = None
 
     def disconnected(self) -> None:
@@ -172,7 +173,7 @@ class ConnectionLimits:
         return is_within
 
     def close(self, address: str) -> None:
-        """Forget a connection that `open` has counted."""
+        """Stop counting a connection that `open` has counted."""
         network = client_network(address)
         self._num_open -= 1
         self._num_by_network[network] -= 1
@@ -203,7 +204,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._unprotected_app = self.app
         self.app = self._call_app
         self._address = ""
-        self._raw_bytes = 0  # bytes received since the parser's last progress
+        self._raw_bytes = 0  # bytes since the parser last completed a head or got a part of a body
         self._is_in_head = False
         self._ignores_input = False
         self._is_last_response = False
@@ -229,7 +230,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._stop_timer()
         self._stop_write_timer()
         if self._running is not None:
-            # uvicorn marks only the newest request as disconnected; an older one may be running.
+            # uvicorn marks only the newest request as disconnected; an older one may still run.
             self._running.disconnected()
         super().connection_lost(exc)
 
@@ -244,7 +245,7 @@ class BoundedConnection(HttpToolsProtocol):
             self._raw_bytes += len(part)
             try:
                 self.parser.feed_data(part)
-            except httptools.HttpParserUpgrade:  # upgrade: answer as HTTP/1.1, ignore the rest
+            except httptools.HttpParserUpgrade:  # ignore the upgrade and all later input
                 self.cycle.keep_alive = False
                 self._ignores_input = True
             except httptools.HttpParserError:
@@ -283,14 +284,16 @@ class BoundedConnection(HttpToolsProtocol):
         if self._running is not None:
             self._running.flush()  # before the response to the next request
         super().on_response_complete()
-        # An empty line from the client stops uvicorn's timer, so ours is used instead.
+        # Stop uvicorn's timer for idle connections, because an empty line from the client would
+        # stop it. The timer of this class is used instead.
         self._unset_keepalive_if_required()
         if self.transport.is_closing():
             self._watch_unsent()
         elif self._is_last_response and not self.cycle.more_body:
             self._close()
         elif self._is_last_response:
-            # Closing now could discard the response while the client still sends its body.
+            # If the connection was closed now, while the client still sends the body of its
+            # request, the client could lose the response.
             self.transport.write_eof()
             self._start_timer(self.limits.bounds.linger_seconds)
         elif self.cycle.response_complete and not self._is_in_head:
@@ -306,10 +309,10 @@ class BoundedConnection(HttpToolsProtocol):
             self._stop_write_timer()
 
     async def _call_app(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Call the application; a response before the request's end closes the connection."""
+        """Call the application; if it responds before the request's end, close the connection."""
         body: BodyWriter = scope["extensions"][BODY_WRITER]
         self._running, cycle = body, body.cycle
-        if scope["method"] == "POST":  # GET requests, such as health checks, are cheap
+        if scope["method"] == "POST":  # other requests, such as health checks, are cheap
             await self.limits.pacer.wait()
 
         async def send_checked(message: Message) -> None:
@@ -325,7 +328,7 @@ class BoundedConnection(HttpToolsProtocol):
         await self._unprotected_app(scope, receive, send_checked)
 
     def _end_malformed(self, reason: str) -> None:
-        """Refuse input that is not valid; complete requests before it still get their responses."""
+        """Refuse invalid input; complete requests that came before it still get their responses."""
         self.limits.on_malformed()
         log.debug("malformed request: %s", reason)
         self._ignores_input = True

@@ -27,13 +27,13 @@ Fields: TypeAlias = dict[str, Any]
 
 PATH = "/v1/requests/{id:path}/explain"
 FORWARDED = "penstock-forwarded"
-"""Metadata key of calls that another router has forwarded. They are not forwarded again."""
+"""Metadata key that marks calls from another router, which are not forwarded again."""
 TRAILER = "penstock-explain"
 """Trailing metadata key of Generate; the value is the short form of the explanation, as JSON."""
 MAX_REQUESTS = 64
 """Maximum number of requests in one reply; if there are more, the newest ones are returned."""
 MAX_SHORT = 8
-"""Maximum number of workers, and of reasons, in a short form, since gRPC limits metadata."""
+"""Maximum number of workers and of reasons in a short form, because gRPC limits metadata."""
 FORWARD_SECONDS = 2.0
 """Time limit of a call to another router."""
 UNSPECIFIED = ("0.0.0.0", "[::]")
@@ -46,7 +46,7 @@ class Explainer:
     """Finds the explanations of requests at this router, or else at the other routers.
 
     Args:
-        frontend: has the explanations of this router and the addresses of the others.
+        frontend: has the explanations of this router and the addresses of the other routers.
     """
 
     def __init__(self, frontend: Frontend) -> None:
@@ -55,13 +55,14 @@ class Explainer:
     async def explain(
         self, request_id: str, tenant: str | None, authorization: str | None, is_forwarded: bool
     ) -> pb.ExplainReply:
-        """Return the explanation of the requests with an id.
+        """Return the explanation of the requests with the id `request_id`.
 
         Args:
             request_id: the client's id of the requests.
             tenant: the tenant whose requests the caller may see, or None for all tenants.
             authorization: the caller's Authorization header, which other routers check again.
-            is_forwarded: whether another router, which has found nothing, has forwarded the call.
+            is_forwarded: whether the call comes from another router, which has not found the
+                request.
 
         Raises:
             ServingError: NOT_FOUND if no router knows the request, UNAVAILABLE if a router that may
@@ -230,7 +231,7 @@ def _json_value(value: Any) -> Any:
 
 
 def short_form(router: str, explained: ExplainedRequest, now: float) -> str:
-    """Return the main facts as ASCII JSON: workers, reasons and times in milliseconds."""
+    """Return the short form of an explanation as ASCII JSON: workers, reasons, and times in ms."""
     placed = [event for event in explained.events if event.kind in ("placed", "submitted")]
     times = zip(Spent, explained.times(now), strict=True)
     facts = {

@@ -81,13 +81,13 @@ def port_limits(config: RouterConfig) -> PortLimits:
         handshake_seconds=config.bounds.receive_seconds,
         idle_seconds=bounds.grpc_idle_seconds,
         age_seconds=bounds.grpc_age_seconds,
-        # The running calls of a connection that is too old may finish, within `timeout` seconds.
+        # The running calls of a connection that is too old get this time to finish.
         age_grace_seconds=config.timeout + 60,
     )
 
 
 async def set_health(service: health.aio.HealthServicer, why_not: str) -> None:
-    """Set the health status: SERVING if `why_not` is empty, otherwise NOT_SERVING."""
+    """Set the gRPC health status: SERVING if `why_not` is empty, otherwise NOT_SERVING."""
     status = health_pb2.HealthCheckResponse
     value = status.NOT_SERVING if why_not else status.SERVING
     for name in ("", SERVICE):
@@ -108,7 +108,7 @@ def inference_handlers(api: "InferenceApi", calls: CallHandlers) -> grpc.Generic
 
 
 def _authorizer(keys: ApiKeys) -> Authorize:
-    """Return a function that checks the API key of a call; without keys, all calls are allowed."""
+    """Return a function that checks the API key of a call. It allows all calls if no key is set."""
 
     def authorize(method: str, metadata: CallMetadata) -> None:
         try:
@@ -234,8 +234,8 @@ class InferenceApi:
             The serialized message; a checked message has no unknown fields.
 
         Raises:
-            ServingError: INVALID if the message is malformed, has a list that is too long, or is of
-                a type that must not have more than `INLINE_BYTES`.
+            ServingError: INVALID if the message is malformed, has a list that is too long, or has
+                more than `INLINE_BYTES` although its type does not allow that.
         """
         if len(data) <= INLINE_BYTES:
             return data
@@ -259,8 +259,8 @@ class InferenceApi:
         """Return the sampling parameters of a request, without its bad words.
 
         Raises:
-            ServingError: the request is too large or too expensive. This is checked before its
-                lists are read.
+            ServingError: the request is too large or too expensive. Both are checked before the
+                lists of the request are read.
         """
         bounds, model = self._frontend.config.bounds, self._frontend.model
         check_generate(request, bounds, model)
@@ -272,8 +272,8 @@ class InferenceApi:
 async def _tokenize_reply(tokens: list[int], max_model_len: int) -> bytes:
     """Return a serialized `TokenizeReply` of `tokens`; `tokens` is emptied.
 
-    The tokens are serialized and freed slice by slice. Concatenated serialized messages are one
-    message with all their tokens.
+    The tokens are serialized and freed slice by slice, as several messages. The concatenation of
+    serialized messages is a serialized message with all of their tokens.
     """
     serialized = [pb.TokenizeReply(max_model_len=max_model_len).SerializeToString()]
     slices = Slices()

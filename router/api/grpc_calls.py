@@ -9,7 +9,7 @@ from penstock.router.errors import Code, ServingError
 from penstock.router.requests.response_stream import ClientDisconnectedError
 
 INLINE_BYTES = 32 << 10
-"""Messages up to this size are parsed at once; larger ones are first checked by a helper process.
+"""Messages up to this size are parsed directly; a helper process first checks larger ones.
 """
 
 STATUSES: Mapping[Code, grpc.StatusCode] = {

@@ -14,12 +14,12 @@ from penstock.router.requests.chat import Chat, chat_of, check_role, check_varia
 from penstock.router.requests.tools import check_json, check_tools
 
 MAX_READ = RequestBounds().max_messages
-"""Number of messages above which their content parts and tool calls are not counted."""
+"""If a chat has more messages, its content parts and tool calls are not counted."""
 
 
 def chat_sizes(chat: pb.Chat) -> dict[str, int]:
     """Return the numbers of entries in the lists of a chat, as arguments of `CallSizes`."""
-    # A chat with too many messages is refused, so its messages are not read.
+    # A chat with too many messages is refused for their number, so the messages are not read.
     messages = chat.messages if len(chat.messages) <= MAX_READ else ()
     return {
         "messages": len(chat.messages),

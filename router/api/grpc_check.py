@@ -1,8 +1,8 @@
 """Checks large gRPC messages in helper processes before the router parses them.
 
-The parser of protobuf holds Python's interpreter lock. A message that contains many small messages
-holds it longest. Therefore a helper process parses large messages first. The router gets a message
-without its unknown fields, and only if its lists are within the bounds.
+The parser of protobuf holds Python's interpreter lock, for longest if a message contains many small
+messages. Therefore a helper process parses large messages first. The router gets a message without
+its unknown fields, and only if its lists are within the bounds.
 """
 
 import json
@@ -25,7 +25,7 @@ KINDS: Mapping[str, type[Message]] = {
     kind.DESCRIPTOR.full_name: kind
     for kind in (pb.GenerateRequest, pb.TokenizeRequest, pb.DetokenizeRequest)
 }
-"""Types of the messages that may be large, by full name."""
+"""The types of messages that may be larger than `INLINE_BYTES`, by full name."""
 
 
 def job_items(kind: type[Message], data: bytes, model: ModelLimits) -> list[bytes]:

@@ -9,7 +9,7 @@ from penstock.protos.serving.call_handlers import CallHandlers
 
 
 def reflection_handlers(services: Sequence[str], calls: CallHandlers) -> grpc.GenericRpcHandler:
-    """Return the handlers of reflection for the services with the given names."""
+    """Return the handlers of the reflection service, which describes the services `names`."""
     servicer = reflection.aio.ReflectionServicer([*services, reflection.SERVICE_NAME])
     kind = reflection_pb2.ServerReflectionRequest
     methods = {"ServerReflectionInfo": calls.bidirectional(kind, servicer.ServerReflectionInfo)}

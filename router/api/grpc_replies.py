@@ -21,8 +21,9 @@ class ReplyStream:
     """Writes the deltas of a call as replies.
 
     A token that only adds text is written without a task switch: the first part of gRPC's `write`
-    runs at once, and the rest when gRPC is ready for the next message. gRPC allows one write at a
-    time, so the task that reads the deltas waits for the end of this write before its own writes.
+    runs immediately, and the rest runs when gRPC is ready for the next message. gRPC allows one
+    write at a time. Before each of its own writes, the task that reads the deltas therefore waits
+    until such a write has ended.
 
     Args:
         deltas: the answers of the call, which has one request.
@@ -51,9 +52,9 @@ class ReplyStream:
             request_id=generation.request_id, seed=self._seed, tokens=(0,)
         )
         self._reply_tokens = self._token_reply.tokens
-        # The write in progress, if any.
+        # The write of a token that is in progress, if any.
         self._write: Coroutine[asyncio.Future[None], None, None] | None = None
-        # Future that the write in progress waits for.
+        # Future for which this write waits.
         self._written: asyncio.Future[None] | None = None
 
     async def send(self) -> None:
@@ -96,7 +97,7 @@ class ReplyStream:
         return reply
 
     def _write_token(self, index: int, choice: int, position: int, token: int, text: str) -> bool:
-        """Write a token at once, unless a write is in progress (a `TokenWriter`)."""
+        """Write a token immediately, unless a write is in progress (a `TokenWriter`)."""
         if self._write is not None:
             return False
         self._num_tokens += 1

@@ -102,7 +102,7 @@ class ErrorFormat(Protocol):
     """Makes the response for an error, in the format of the API that was called."""
 
     def __call__(self, scope: Scope, error: ServingError, status: int | None = None) -> Response:
-        """Return the response; `status` is by default that of the error's code."""
+        """Return the response. By default, `status` is the HTTP status of the error's code."""
         ...
 
 
@@ -154,7 +154,7 @@ def add_common_headers(headers: list[tuple[bytes, bytes]], request_id: str) -> N
 class CommonHeadersMiddleware:
     """Middleware that adds a request id and `X-Content-Type-Options: nosniff` to all responses.
 
-    The request id is the client's own if the client has sent a safe one.
+    The request id is the one that the client has sent, if it is safe for logs.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -199,8 +199,9 @@ class CorsMiddleware:
 class DirectRoutes:
     """Middleware that calls the handlers of POST requests without Starlette's router.
 
-    Starlette's router and its exception handling wrap each message of a response twice. Requests of
-    other methods, and paths with parameters, still go through the router.
+    This saves time, because Starlette's router and its exception handling wrap each message of a
+    response twice. Requests of other methods, and paths with parameters, still use Starlette's
+    router.
 
     Args:
         app: the application.
@@ -242,9 +243,9 @@ class AuthMiddleware:
         keys: API keys, needed on all paths except the public ones.
         host: address to which the server is bound. On loopback the Host header must be a loopback
             name, so that a web page cannot reach the server through DNS rebinding.
-        public: paths that need no key.
-        roles: by path, the roles of the allowed keys.
-        other_roles: the roles of the allowed keys on paths that `roles` does not contain.
+        public: paths that can be called without a key.
+        roles: by path, the roles whose keys may call the path.
+        other_roles: the roles whose keys may call the paths that `roles` does not contain.
         respond: makes the response to a refused request.
     """
 
@@ -297,7 +298,7 @@ class AuthMiddleware:
 def _authorization(scope: Scope) -> str | None:
     """Return the Authorization header.
 
-    Anthropic's clients send `x-api-key` instead; its key is returned as a bearer token.
+    Anthropic's clients send the header `x-api-key` instead; its key is returned as a bearer token.
     """
     given, key = header_of(scope, b"authorization"), header_of(scope, b"x-api-key")
     return f"Bearer {key}" if given is None and key is not None else given

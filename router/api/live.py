@@ -31,7 +31,7 @@ WORKER_COLUMNS = (
 
 
 class LiveStreams:
-    """The open streams of a router; all of them share one snapshot per update."""
+    """The open streams of a router. All streams use the same snapshot for an update."""
 
     def __init__(self, frontend: Frontend) -> None:
         self._frontend = frontend

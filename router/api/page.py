@@ -17,7 +17,8 @@ MEDIA_TYPES = {
 }
 
 HEADERS = {
-    # Allow only files of this server; forbid inline code and framing by other pages.
+    # The page may load only files of this server, must not contain inline code, and cannot be
+    # embedded in a frame of another page.
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'",

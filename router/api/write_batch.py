@@ -10,8 +10,9 @@ log = logging.getLogger(__name__)
 class WriteBatch:
     """Collects writes and makes all of them in the next iteration of the event loop.
 
-    A step of a worker adds a token to many responses. Writing each token at once would run many
-    system calls in between, which evict the code for the tokens from the CPU's caches.
+    A step of a worker adds a token to many responses. If each token was written immediately, a
+    system call would run after each token and evict the code that handles tokens from the CPU's
+    caches.
     """
 
     def __init__(self) -> None:

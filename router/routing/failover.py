@@ -17,7 +17,7 @@ Commands: TypeAlias = list[Command]
 
 
 class Failover:
-    """Restarts the requests of lost workers. `RecoveryThrottle` limits how many restart at once."""
+    """Restarts the requests of lost workers; `RecoveryThrottle` limits their number at a time."""
 
     def __init__(
         self,

@@ -79,7 +79,7 @@ class OtherBlock(StrictModel):
 
 
 def _tags(*types: str) -> Discriminator:
-    """Return a discriminator by `type`.
+    """Return a pydantic discriminator that selects the model of a block by the block's `type`.
 
     Its tags are in angle brackets, so that they differ from all names of fields.
     """

@@ -67,7 +67,7 @@ def continues_last(messages: Sequence[Message]) -> bool:
 
 
 def _merged(messages: Sequence[Message]) -> Iterator[tuple[str, list[Located]]]:
-    """Yield role and blocks of each turn."""
+    """Yield the role and the blocks of each turn: consecutive messages of the user or assistant."""
     blocks: list[Located] = []
     role = ""
     for index, message in enumerate(messages):

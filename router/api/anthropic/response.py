@@ -128,7 +128,7 @@ class MessageFormatter:
         return "".join([add(piece) for piece in self._answer.feed(text)]).encode()
 
     def _shown(self, delta: Delta) -> Delta:
-        """Return a delta. If the call only computes a prompt, remove the generated token."""
+        """Return the delta, without the generated token if the call only computes a prompt."""
         if not self._context.only_prompt:
             return delta
         return replace(delta, tokens=(), text="", finish="length", stop=None)

@@ -18,7 +18,7 @@ class AnswerPieces:
         self._has_calls = False
 
     def feed(self, text: str, has_ended: bool = False) -> list[Piece]:
-        """Append text; return the new pieces, with all held-back text if the answer has ended."""
+        """Append text; return the new pieces. At the end they include all held-back text."""
         if self._parser is None:
             return [Piece(CONTENT, text)] if text else []
         pieces = self._parser.feed(text) if text else []

@@ -52,7 +52,7 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """
     length = header_of(request.scope, b"content-length") or ""
     if length.isdecimal() and int(length) <= INLINE_CHARS:
-        # For a small body, `work` is faster than creating the two tasks below.
+        # For a small body, `work` ends sooner than the two tasks below could be created.
         return await work
     working = asyncio.create_task(work)
     leaving = asyncio.create_task(_until_disconnected(request))

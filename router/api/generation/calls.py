@@ -33,7 +33,7 @@ class CallOptions:
         cache_salt: see `GenerationRequest`.
         prompt_copies: see `GenerationRequest`.
         parsing: options for the parsing of a chat's answers, or None without a chat.
-        client_names: maps our name of a field to the name that the client sent for it.
+        client_names: maps the router's name of a field to the client's name for it.
         thinking_budget: the maximum number of reasoning tokens, or None for no limit.
     """
 
@@ -142,7 +142,8 @@ class GenerationCalls:
             raise renamed(error, body.client_names()) from error
         if chat.tools and not schema:
             self._parsers.check_tools()
-        # An answer whose whole text must have a given form cannot contain calls.
+        # If the whole answer must have a given form, it cannot contain calls, so `strict` has no
+        # effect.
         if chat.strict_calls and sampling.structured_outputs is None:
             is_parallel = body.parsing_options(chat).is_parallel
             form = self._parsers.strict_form(prompt, chat.strict_calls, is_parallel)

@@ -14,14 +14,14 @@ from penstock.router.requests.request import ModelLimits
 
 
 class ChatBody(StrictModel):
-    """A body with the messages of a chat, in the format of some API.
+    """A request body with the messages of a chat, in the format of one of the HTTP APIs.
 
     If a helper process parses the body, the helper process calls all of these methods except
     `template_options`, which the router calls.
     """
 
     def check_content(self, bounds: RequestBounds, model: ModelLimits) -> None:
-        """Refuse fields that are too large or too deep."""
+        """Refuse fields that are too large or too deeply nested."""
 
     def conversation(self) -> list[dict[str, Any]]:
         """Return all messages, in the form for chat templates."""
@@ -48,7 +48,7 @@ class ChatBody(StrictModel):
         return False
 
     def kept(self) -> Sequence[bytes]:
-        """Return encoded data of the body; the router keeps the data until the answer is sent."""
+        """Return encoded data of the body, which the router keeps until the answer is sent."""
         return ()
 
     def template_options(self, known: Collection[str]) -> TemplateOptions:
@@ -57,9 +57,9 @@ class ChatBody(StrictModel):
 
 
 class AnsweredChat(Protocol):
-    """Fields and methods that a `ChatBody` also has if the model answers it.
+    """Fields and methods that a `ChatBody` has in addition if the model is to answer the chat.
 
-    The fields in `CONTENT` may be empty when these methods are called.
+    The fields named in `StrictModel.CONTENT` may be empty when these methods are called.
     """
 
     @property
@@ -84,5 +84,5 @@ class AnsweredChat(Protocol):
         ...
 
     def client_names(self) -> Mapping[str, str]:
-        """Return the client's name for each field whose name in our checks differs."""
+        """Return the client's name for each field that the checks know under another name."""
         ...

@@ -1,8 +1,8 @@
 """The header `endpoint-load-metrics` of responses: a load report in the format of ORCA.
 
-ORCA is Open Request Cost Aggregation. A load balancer asks for a report by a header of the request.
-As in vLLM, the report has two named metrics, in the format that the header names; it is omitted for
-an unknown format.
+ORCA is Open Request Cost Aggregation. A load balancer requests a report by a header of its request,
+which names the format. As in vLLM, the report has two named metrics. There is no report if the
+format is unknown.
 """
 
 import json
@@ -30,7 +30,7 @@ FORMATS: Mapping[str, Callable[[Mapping[str, float]], str]] = {"TEXT": _text, "J
 
 
 def load_headers(request: Request, frontend: Frontend) -> Callable[[], Mapping[str, str]]:
-    """Return a function that returns the load header, or no headers if none is requested."""
+    """Return a function that returns the header with the report, if one is requested."""
     name = (header_of(request.scope, REQUEST_HEADER) or "").upper()
     encode = FORMATS.get(name)
     if encode is None:
@@ -39,7 +39,8 @@ def load_headers(request: Request, frontend: Frontend) -> Callable[[], Mapping[s
     def headers() -> Mapping[str, str]:
         load = frontend.cluster_load.read()
         metrics = {
-            # Rounded, so that a client cannot observe when others allocate single blocks.
+            # The value is rounded, so that a client cannot observe when other clients' requests
+            # allocate single blocks.
             "kv_cache_usage_perc": round(load.kv_usage, 2),
             "num_requests_waiting": float(load.num_waiting),
         }

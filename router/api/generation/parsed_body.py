@@ -49,9 +49,10 @@ class ParsedBody(Generic[Body]):
     """A valid request body.
 
     Attributes:
-        body: its fields; after parsing in a helper process, those in `CONTENT` are empty.
-        prompts: its texts and lists of token ids.
-        chat: its messages.
+        body: the fields of the body. After parsing in a helper process, the fields named in
+            `StrictModel.CONTENT` are empty.
+        prompts: the prompts of the body, as texts or lists of token ids.
+        chat: the messages of the body, or None if it has no messages.
         kept: see `ChatBody.kept`.
     """
 
@@ -211,9 +212,9 @@ def _chat(body: ChatBody) -> Chat:
 
 
 def _check_raw(kind: type[StrictModel], data: bytes, bounds: RequestBounds) -> None:
-    """Check the sizes of lists first, because validating the fields takes many times as long."""
+    """Check the sizes of lists before the fields are validated, which takes many times as long."""
     try:
-        # Without the cache, many different strings parse faster.
+        # Many different strings are parsed faster without the cache of strings.
         raw = from_json(data, cache_strings=False)
     except ValueError:
         return  # the validation of the fields reports invalid JSON to the client

@@ -47,7 +47,8 @@ def _to_serving_error(error: ValidationError, body: bytes) -> ServingError:
     found = [(_path(each, content), each) for each in errors]
     first, _ = found[0]
     # A value that fits no type of a union has one error for each type of the union.
-    # The longest path is the best guess: a list with a bad item was probably meant as a list.
+    # The error with the longest path is reported: a list with a bad item was probably meant as a
+    # list.
     same = [(path, each) for path, each in found if path[: len(first)] == first]
     path, chosen = max(same, key=lambda entry: len(entry[0]))
     where = ".".join(path) if path else "the body"
@@ -56,7 +57,7 @@ def _to_serving_error(error: ValidationError, body: bytes) -> ServingError:
 
 
 def _path(error: ErrorDetails, content: Any) -> Sequence[str]:
-    """Return the path to the wrong value, without pydantic's names of union members."""
+    """Return the keys that lead to the wrong value, without pydantic's names of union members."""
     path = []
     *_, last = error["loc"] or (None,)
     for key in error["loc"]:

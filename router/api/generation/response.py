@@ -40,9 +40,9 @@ class ResponseFormatter(Protocol):
     def token_chunk(self) -> Callable[[int, int, str], bytes | None]:
         """Return a function that makes the chunk for a token that only adds text.
 
-        Its arguments are the request's index, the choice and the text. The function returns None if
-        `chunk` must send the token. It returns empty bytes if there is nothing to send yet. The
-        function must be fast, because it sends most tokens.
+        The function's arguments are the request's index, the choice and the text. It returns None
+        if `chunk` must make the events for the token, and empty bytes if there is nothing to send
+        yet. It must be fast, because it is called for most tokens.
         """
         ...
 
@@ -54,7 +54,7 @@ class ResponseFormatter(Protocol):
         ...
 
     def chunk(self, delta: Delta) -> Iterator[str]:
-        """Yield the server-sent events for some new tokens; `token_chunk` is faster."""
+        """Yield the server-sent events for a delta; `token_chunk` is faster for one token."""
         ...
 
     def end_of_stream(self) -> str:
@@ -87,8 +87,8 @@ class GenerationResponse(Response):
         deltas: the answers.
         formatter: formats the answers.
         request_id: sent in the header `x-request-id`.
-        stream: whether to send events instead of a JSON object.
-        refusal: makes the response if the call fails before its first tokens.
+        stream: whether to send server-sent events instead of one JSON object.
+        refusal: makes the error response if the call fails before its first tokens.
         headers: further headers.
         keep_alive: returns the events to send after each `KEEP_ALIVE_SECONDS` without an event.
             None if a stream must not begin before its first token.
@@ -147,7 +147,7 @@ class GenerationResponse(Response):
         await response(scope, receive, send)
 
     async def _next_delta(self, send: Send, writer: "_EventWriter | None" = None) -> Delta:
-        """Return the next delta; send the events of `keep_alive` meanwhile, if the stream has them.
+        """Return the next delta. While waiting for it, send the events of `keep_alive`, if set.
 
         Args:
             send: ASGI's `send`; the status is sent before the first event.
@@ -169,7 +169,7 @@ class GenerationResponse(Response):
                     await send_event(send, (self._keep_alive(),), self._slices)
 
     async def _begin(self, send: Send) -> None:
-        """Send the status and the headers of a stream, unless that was done before."""
+        """Send the status and the headers of a stream, if they were not sent yet."""
         if self._has_begun:
             return
         self._has_begun = True
@@ -217,7 +217,7 @@ class _EventWriter:
     Args:
         body: the body of the response.
         formatter: makes the events.
-        deltas: the stream that fails if an event cannot be written.
+        deltas: the answers of the call, which fails if an event cannot be written.
 
     Attributes:
         num_written: number of tokens that were written.
@@ -234,13 +234,13 @@ class _EventWriter:
         self.num_written = 0
 
     def write(self, index: int, choice: int, position: int, token: int, text: str) -> bool:
-        """Send a token at once (a `TokenWriter`)."""
+        """Send a token immediately (a `TokenWriter`)."""
         body = self._body
         try:
             chunk = None if body.flow.write_paused else self._chunk(index, choice, text)
             if chunk is None:
                 return False
-            if chunk:  # an empty chunk would end an HTTP body
+            if chunk:  # an empty chunk would mark the end of the HTTP body
                 body.write_chunk(chunk)
                 self.num_written += 1
         # An error of one call must not end the worker's stream, which serves all calls.

@@ -20,18 +20,19 @@ class StrictModel(BaseModel):
         strict=True, extra="allow", allow_inf_nan=False, ser_json_inf_nan="constants"
     )
 
-    # Fields that a helper process returns separately, with the empty values that replace them.
+    # Fields whose content a helper process returns separately. The value of each key is the empty
+    # value that the field gets instead.
     CONTENT: ClassVar[Mapping[str, Any]] = {}
-    # The client's name of each field that our checks know under another name.
+    # The client's name of each field that the checks know under another name.
     FIELD_NAMES: ClassVar[Mapping[str, str]] = {}
 
     @classmethod
     def sizes(cls, body: Mapping[str, Any]) -> CallSizes:
-        """Return the sizes of the lists of a body that may be invalid."""
+        """Return the sizes of the lists of a body that was not validated yet."""
         return CallSizes()
 
     def check_extra(self) -> None:
-        """Refuse unknown fields that the API does not ignore."""
+        """Refuse unknown fields, except those that the API ignores."""
 
     def check(self) -> None:
         """Refuse combinations of fields that are invalid."""

@@ -11,7 +11,7 @@ from penstock.router.api.openai.json_fragments import TOKENS_PER_FRAGMENT, dumps
 from penstock.router.requests.response_stream import Delta
 
 MIN_LOGPROB = -9999.0
-"""Sent instead of minus infinity, which JSON cannot represent; vLLM sends the same value."""
+"""Log probability to send instead of minus infinity, which JSON lacks; vLLM sends it as well."""
 
 Logprobs: TypeAlias = worker_pb2.TokenLogprobs
 

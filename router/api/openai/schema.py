@@ -101,7 +101,7 @@ class BaseRequest(StructuredFields):
         """Return a prompt's last tokens if the body limits its length, otherwise the whole prompt.
 
         As in vLLM, a limit of -1 keeps as many prompt tokens as fit beside the answer. `max_tokens`
-        is the default length of the answer (None: one token).
+        is the default length of the answer; None means one token.
         """
         name, most = "truncate_prompt_tokens", self.truncate_prompt_tokens
         if most is None:

@@ -1,4 +1,4 @@
-"""Responses that are generated in the background, without a client that waits."""
+"""Responses that are generated in the background, while no client waits for them."""
 
 import asyncio
 import logging
@@ -75,7 +75,7 @@ class BackgroundRun:
             outcome = Outcome("cancelled")
         except ServingError as error:
             outcome = Outcome("failed", error=error)
-        except Exception:  # the response must end even if a bug raises an unexpected error
+        except Exception:  # a bug must not keep the response from ending
             log.exception("the response %s could not be generated", self.response.id)
             outcome = Outcome("failed", error=internal_error())
         finally:
@@ -96,12 +96,13 @@ class BackgroundRun:
         async for delta in self._answers:
             self._status = "in_progress"
             await events.add(self._formatter.chunk(delta), slices)
-            # The only choice has ended. Return now, so that a late cancel has no effect.
+            # The only choice has ended. Return now, so that canceling the response no longer has an
+            # effect.
             if delta.finish:
                 return
 
     async def _end_early(self, outcome: Outcome, slices: Slices) -> None:
-        """End a canceled or failed response; only a failed one gets a last event."""
+        """End a canceled or failed response; a failed response also gets a last event."""
         if self.events is not None and outcome.error is not None:
             try:
                 failed = self._formatter.failed_events(outcome.error)
@@ -125,7 +126,7 @@ class BackgroundRuns:
         self._running_bytes = EventBytes()
 
     def new_events(self, tenant: str) -> EventLog:
-        """Return a new event log; its bytes count towards the limits of all running logs."""
+        """Return a new event log, whose bytes count towards the limits for running responses."""
         return EventLog(partial(self._running_bytes.take, tenant))
 
     def check_limit(self, tenant: str) -> None:
@@ -144,7 +145,7 @@ class BackgroundRuns:
             )
 
     def start(self, tenant: str, run: BackgroundRun) -> None:
-        """Start to generate a response; cancel it if the limit has been reached in the meantime.
+        """Start to generate a response; cancel it if the tenant's limit is reached by now.
 
         Raises:
             ServingError: OVERLOADED.
@@ -174,7 +175,7 @@ class BackgroundRuns:
         self._ended_logs.delete(tenant, name)
 
     async def cancel(self, tenant: str, name: str) -> None:
-        """Cancel a response if it is running. Wait until it has ended."""
+        """Cancel a response if it is running, and wait until it has ended."""
         run = self.get(tenant, name)
         if run is not None and run.task is not None:
             run.cancel()

@@ -23,7 +23,7 @@ MAX_RUNNING_BYTES = 256 << 20
 """Maximum size of the events of all running responses."""
 
 EVENT_OVERHEAD = 128
-"""Bytes that count for each event in addition to its text: the size of the Python objects."""
+"""Bytes that are counted for the Python objects of an event, in addition to its text."""
 
 MAX_KEPT_BYTES = 64 << 20
 """Maximum size of the events of all responses that have ended; the oldest are removed."""
@@ -41,7 +41,7 @@ class EventBytes:
         Args:
             tenant: the tenant of the response.
             size: number of bytes.
-            is_required: whether to count the bytes even above the limits.
+            is_required: whether the bytes are accepted even above the limits.
 
         Raises:
             ServingError: OVERLOADED if the events of the tenant, or of all tenants, exceed a limit.
@@ -139,7 +139,7 @@ class EventLog:
 
 
 class EventLogs:
-    """The events of the responses that have ended, within a limit of memory."""
+    """The events of the responses that have ended, up to a maximum number of bytes."""
 
     def __init__(self, max_bytes: int = MAX_KEPT_BYTES) -> None:
         self._max_bytes = max_bytes

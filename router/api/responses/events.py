@@ -33,7 +33,8 @@ class EventStream:
 
     def __init__(self) -> None:
         self.num_events = 0
-        # The constant JSON of a text event: before its sequence number, and after its text.
+        # The constant JSON of the events for new text: before the sequence number, and after the
+        # text.
         self._before = self._after = ""
 
     def event(self, kind: str, members: Iterable[str]) -> Iterator[str]:
@@ -41,7 +42,7 @@ class EventStream:
         yield f'event: {kind}\ndata: {{"type":"{kind}","sequence_number":{self.num_events},'
         yield from members
         yield END
-        self.num_events += 1  # counted after the yields, so that an event that fails does not count
+        self.num_events += 1  # an event whose members raise an error is not counted
 
     def response(self, kind: str, response: Iterable[str]) -> Iterator[str]:
         """Yield an event with the whole response."""

@@ -24,7 +24,7 @@ CHARS_PER_FRAGMENT = 4096  # characters per call of the parser; a call takes abo
 NO_PIECES: tuple[Sequence[Piece], Sequence[str]] = ((), ())
 
 EMPTY_MESSAGE = Piece(CONTENT, "")
-"""The only piece of an answer without text."""
+"""The only piece of an answer that has no text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Recorder(Protocol):
         ...
 
     def record(self, finished: FinishedResponse) -> Iterator[str]:
-        """Store the response if it is to be kept; yield an empty text after each short step."""
+        """Store the response if it is to be stored; yield an empty text after each short step."""
         ...
 
 
@@ -92,7 +92,7 @@ class ResponsesFormatter:
         self._events = EventStream()
         self._num_tokens = 0
         self._has_ended = False
-        # Kinds of the first events, which are not yet made.
+        # Kinds of the events that must be made before the first events for tokens.
         self._opening: Sequence[str] = ("created", "in_progress")
 
     # ------------------------------------------------------------ complete responses
@@ -166,7 +166,7 @@ class ResponsesFormatter:
         texts = self._texts.split(delta)
         last = (
             len(delta.tokens) - 1 if delta.finish == "stop" else -1
-        )  # index of the end token, whose entry is left out because it has no text
+        )  # the index of the end token, whose log probability is left out because it has no text
         rows = zip(delta.tokens, texts, delta.logprobs, strict=True)
         for index, (token, text, entry) in enumerate(rows):
             pieces = self._answer.feed(text)
@@ -184,8 +184,8 @@ class ResponsesFormatter:
     ) -> Iterator[tuple[Sequence[Piece], Sequence[str]]]:
         """Append the log probabilities of the content in `pieces` to `into` as JSON, if requested.
 
-        Yields an empty result after each token, so that the caller can pause. Many tokens may
-        arrive at once if their text was held back.
+        Yields an empty result after each token, so that the caller can pause. There may be many
+        tokens if their text was held back.
         """
         if not self._with_logprobs:
             return
@@ -256,7 +256,7 @@ class ResponsesFormatter:
         return ""
 
     def failed_events(self, error: ServingError) -> Iterator[str]:
-        """Yield the events of an error, which may occur at any time.
+        """Yield the events of an error, whatever events were made before.
 
         The response then has no output.
         """

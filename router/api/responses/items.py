@@ -17,7 +17,7 @@ TEXT_TYPES: Mapping[str, tuple[str, ...]] = {
     "function_call_output": ("input_text", "output_text", "text"),
     "reasoning": ("reasoning_text", "summary_text", "text"),
 }
-"""The types of the content of each type of item."""
+"""For each type of item, the types of its content parts."""
 
 PERMITTED: Mapping[str, Sequence[Any]] = {
     "async": (False,),
@@ -28,7 +28,7 @@ PERMITTED: Mapping[str, Sequence[Any]] = {
 
 
 class TextContent(StrictModel):
-    """A part of an item's content."""
+    """A content part of an item."""
 
     type: str
     text: str | None = None
@@ -250,7 +250,7 @@ def stored_items(items: Sequence[InputItem]) -> list[dict[str, Any]]:
 
 
 def repeated_id(name: str) -> ServingError:
-    """Return the error for an item whose id another item of the conversation has."""
+    """Return the error for two items of a conversation that have the same id."""
     return invalid(
         f"two items have the id {name!r}: send each item once, and none that is part of the "
         "response in previous_response_id",

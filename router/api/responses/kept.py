@@ -1,4 +1,4 @@
-"""The texts of a body that the router keeps until the response is sent (`ChatBody.kept`).
+"""The texts of a request body that the router keeps until the response is sent (`ChatBody.kept`).
 
 For a large body, a helper process makes these texts. The router only joins and copies them.
 """
@@ -21,7 +21,7 @@ class KeptContent:
     Attributes:
         shown: the fields that a response repeats, as the members of a JSON object.
         num_instructions: bytes of the first message if it contains the instructions, else 0.
-        instruction_chars: characters of this message.
+        instruction_chars: number of characters of the instructions.
         ids: ids of the input items that are to be stored, one per line.
         items: these items as JSON, one per line.
     """

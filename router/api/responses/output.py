@@ -69,7 +69,7 @@ class OutputItem:
         return self.kind in CONTENT_TYPES
 
     def empty_content_json(self) -> str:
-        """Return the content part without text."""
+        """Return the JSON of the content part, with an empty text."""
         is_message = self.kind == "message"
         extra: Mapping[str, Any] = {"annotations": [], "logprobs": []} if is_message else {}
         return dumps({"type": CONTENT_TYPES[self.kind], "text": "", **extra})
@@ -123,7 +123,7 @@ class Output:
     def __init__(self, suffix: str) -> None:
         self.items: list[OutputItem] = []
         self._suffix = suffix
-        self._key: tuple[str, int] = ("", -1)  # kind of the last item, and number of its call
+        self._key: tuple[str, int] = ("", -1)  # type of the last item, and index of its call
 
     @property
     def last(self) -> OutputItem:

@@ -14,7 +14,10 @@ PERMITTED_VALUES: Mapping[str, Sequence[Any]] = {
     "prompt": (),
     "prompt_cache_options": ({}, {"mode": "implicit"}),
 }
-"""Fields of OpenAI, each with the values besides null that mean the same as no value."""
+"""Unsupported fields of OpenAI, with the accepted values besides null.
+
+These values mean the same as no value.
+"""
 
 REASONING_VALUES: Mapping[str, Sequence[Any]] = {
     "context": ("auto",),
@@ -35,7 +38,7 @@ LOGPROBS = "message.output_text.logprobs"
 
 INCLUDABLE = (
     LOGPROBS,
-    # The following values have no effect, because answers contain none of these items.
+    # The following values have no effect, because answers never contain the items that they name.
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
     "file_search_call.results",
@@ -102,7 +105,7 @@ def check_metadata(metadata: Mapping[str, str]) -> None:
 
 
 def check_service_tier(tier: str | None) -> None:
-    """Refuse the tiers of OpenAI that cannot be chosen here."""
+    """Refuse OpenAI's service tiers other than `SERVICE_TIERS`."""
     if tier is not None and tier not in SERVICE_TIERS:
         raise invalid(
             f"service_tier {tier[:40]!r} is not supported: expected {' or '.join(SERVICE_TIERS)}",

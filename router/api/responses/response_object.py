@@ -64,11 +64,11 @@ class ResponseObject:
         output: Iterable[str] = EMPTY,
         keeps: Callable[[int], bool] | None = None,
     ) -> Iterator[str]:
-        """Yield the response.
+        """Yield the response as JSON, in fragments.
 
         Args:
             outcome: the state of the response.
-            output: the JSON array of its items.
+            output: the JSON array of the response's output items, in fragments.
             keeps: called with the size of the output in bytes; returns whether the response will be
                 stored. By default, `is_stored` decides.
         """

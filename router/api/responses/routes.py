@@ -114,7 +114,7 @@ class ResponsesApi:
         return FragmentResponse(run.body(), headers)
 
     def _history(self, tenant: str, previous: str | None) -> Sequence[StoredItems]:
-        """Return the items of the conversation that the body continues."""
+        """Return the items of the conversation that ends with the response `previous`."""
         if previous is None:
             return ()
         name = "previous_response_id"
@@ -129,9 +129,9 @@ class ResponsesApi:
     async def _truncated(
         self, request: Request, parsed: ParsedBody[Any], content: KeptContent
     ) -> Chat | None:
-        """Return the conversation without its oldest messages, or None if no shorter one fits.
+        """Return the longest shorter conversation that fits, or None if there is none.
 
-        The prompt and the answer must fit into the model's context.
+        It lacks the oldest messages. The prompt and the answer must fit into the model's context.
         """
         body, frontend = parsed.body, self._frontend
         options = body.template_options(frontend.helpers.template_variables)
@@ -179,7 +179,8 @@ class ResponsesApi:
         events = self._runs.events(request.state.tenant, name)
         if events is None:
             if self._runs.get(request.state.tenant, name) is None:
-                self._stored(request)  # raises NOT_FOUND if the tenant has no such response
+                # Raises the error NOT_FOUND if the tenant has no such response.
+                self._stored(request)
             raise invalid(
                 f"the response {name[:80]!r} has no events: it was created without background and "
                 "stream, or its events were removed: leave out stream",

@@ -9,7 +9,7 @@ from penstock.router.errors import Code, ServingError
 
 @dataclass(frozen=True, slots=True)
 class StoreLimits:
-    """Limits of the store. Above a limit, the least recently used response is removed first."""
+    """Limits of the store. Above a limit, the least recently used responses are removed."""
 
     tenant_responses: int = 4096
     tenant_bytes: int = 64 << 20
@@ -27,7 +27,8 @@ class _Tenant:
 class ResponseStore:
     """The stored responses of all tenants; a tenant can only see its own responses.
 
-    If all tenants together exceed the limit, the tenant with the most bytes loses responses.
+    If all tenants together exceed the limit, responses of the tenant with the most bytes are
+    removed.
     """
 
     def __init__(self, limits: StoreLimits = StoreLimits()) -> None:
@@ -41,7 +42,7 @@ class ResponseStore:
 
     @property
     def max_bytes(self) -> int:
-        """The largest size of a stored response."""
+        """The largest size of one stored response, in bytes."""
         return min(self._limits.tenant_bytes, self._limits.total_bytes)
 
     def put(self, tenant: str, response: StoredResponse) -> None:

@@ -76,7 +76,7 @@ class StoredResponse:
     Attributes:
         id: id of the response.
         body: the response as JSON, in fragments.
-        input: all items before the output; the responses of one conversation share them.
+        input: all items before the output. Responses of one conversation share these objects.
         output: the output items.
         is_complete: whether the response may be continued: it has neither failed nor been canceled.
         is_background: whether it was generated in the background.
@@ -91,7 +91,7 @@ class StoredResponse:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the response. Items that several responses share count for each response."""
+        """Bytes of the response, including the items that it shares with other responses."""
         items = sum(each.num_bytes for each in self.conversation)
         return ENTRY_BYTES + sum(map(len, self.body)) + items
 
@@ -143,7 +143,7 @@ async def check_ids(content: KeptContent, history: Sequence[StoredItems]) -> Non
 
 
 def own_items(chat: Chat, content: KeptContent) -> StoredItems:
-    """Return the input of a body, without the instructions."""
+    """Return the input items of a body, without the instructions."""
     begin = 1 + content.num_instructions
     if content.num_instructions and chat.messages[begin : begin + 1] == b",":
         begin += 1
@@ -236,7 +236,7 @@ class ResponseRecorder:
         return False
 
     def record(self, finished: FinishedResponse) -> Iterator[str]:
-        """Store the response if it is to be kept; yield an empty text after each short step."""
+        """Store the response if it is to be stored; yield an empty text after each short step."""
         if not self._is_kept:
             return
         body: list[bytes] = []

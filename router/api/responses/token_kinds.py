@@ -12,7 +12,7 @@ UTF8 = codecs.getincrementaldecoder("utf-8")
 
 
 class TokenTexts:
-    """Splits the text of deltas into the texts of their tokens. Deltas may have been merged.
+    """Splits the texts of deltas, which may have several tokens, into the texts of the tokens.
 
     Args:
         token_bytes: the bytes of the model's tokens.
@@ -42,8 +42,8 @@ class TokenKinds:
     """Counts the tokens of the reasoning, and finds the log probabilities of the content.
 
     The text of some tokens is held back, or is part of a tag. Such a token has no piece of its own
-    and belongs to the next piece. After reasoning, such tokens belong to the reasoning, because
-    they mark its end.
+    and is counted with the next piece. After reasoning, it is counted with the reasoning instead,
+    because it marks the end of the reasoning.
 
     Attributes:
         num_reasoning: number of tokens that belong to the reasoning.

@@ -35,7 +35,8 @@ class ShorterChats:
 
     Attributes:
         chat: the whole conversation.
-        head: start of all chats: the opening bracket, and the messages that every chat keeps.
+        head: JSON with which all chats begin: the opening bracket, and the messages that every chat
+            keeps.
         offsets: for each chat, the offset of the first message after `head`.
     """
 
@@ -47,7 +48,7 @@ class ShorterChats:
         """Return the chat at `index`; index 0 is the longest chat."""
         separator = b"," if len(self.head) > 1 else b""
         messages = self.head + separator + self.chat.messages[self.offsets[index] :]
-        # A character takes at least one byte, so bytes are an upper bound.
+        # A character takes at least one byte, so the number of bytes is an upper bound.
         return replace(
             self.chat, messages=messages, num_chars=min(self.chat.num_chars, len(messages))
         )
@@ -71,10 +72,11 @@ async def message_starts(messages: bytes, first: int = 1) -> list[MessageStart]:
 async def shorter_chats(chat: Chat, num_instructions: int) -> list[ShorterChats]:
     """Return lists of shorter chats, which leave out the oldest messages.
 
-    The caller tries the lists in order. Every chat keeps the instructions, the last message, and
-    the call of each tool result. The chats of the first list begin with a message of the user,
-    because many templates require one there. The chats of the second list keep only a part of the
-    last turn: its question and the latest calls.
+    The caller tries the lists in order. Every chat keeps the instructions and the last message. A
+    chat with the result of a tool also has its call. The chats of the first list begin with a
+    message of the user, because many templates require one there. The chats of the second list keep
+    only a part of the last turn: the user's question and the latest messages of the assistant with
+    the results of its calls.
 
     Args:
         chat: the whole conversation.
