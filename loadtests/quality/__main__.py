@@ -106,8 +106,10 @@ def main(arguments: list[str] | None = None) -> None:
                 _save(Path(options.save_json), options, found, reference)
     print(quality_table(found, reference))
     errors = product_errors()
-    print("\n| form | error of the product | share of the form's bound |\n| --- | --: | --: |")
-    for name in [name for name in names if name in errors]:
+    weights = [name for name in names if name in errors]
+    if weights:
+        print("\n| form | error of the product | share of the form's bound |\n| --- | --: | --: |")
+    for name in weights:
         each = errors[name]
         print(f"| {name} | {100 * each.relative:.2f} % | {each.of_bound:.2f} |")
 
