@@ -276,9 +276,9 @@ def bind_grpc(server: grpc.aio.Server, config: RouterConfig) -> int:
         return int(server.add_insecure_port(_address(config.host, config.grpc_port)))
     except RuntimeError as error:
         raise PortInUseError(
-            f"cannot listen on {config.host} port {config.grpc_port}: gRPC failed to bind it, "
-            "although it was free just before. Another process, such as a second router, may have "
-            "taken it: choose another port, or stop that process"
+            f"cannot listen on {config.host} port {config.grpc_port}: gRPC failed to bind the "
+            "port, although it was free just before. Another process, such as a second router, may "
+            "have taken the port: choose another port, or stop that process"
         ) from error
 
 

@@ -176,14 +176,12 @@ class HelperPool:
             self._line.end(slot, round(self._limits.cpu_seconds * 1e6))
             _refuse(job, self._refusal(job, cause))
             log.warning(
-                "a job has ended its helper process and is refused; exceeded limit: %s; the "
+                "a job is refused, because its helper process ended (exceeded limit: %s); the "
                 "process is restarted",
                 cause.value,
             )
         else:
-            log.warning(
-                "a helper process has ended and is restarted; exceeded limit: %s", cause.value
-            )
+            log.warning("a helper process ended (exceeded limit: %s) and is restarted", cause.value)
             if jobs:
                 jobs[0].was_tried = True
         self._restarts[slot] = asyncio.create_task(self._restart(slot, jobs))

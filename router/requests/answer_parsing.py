@@ -96,8 +96,8 @@ class ModelParsers:
         tags, end = self._parsers.tags, self._reasoning_end()
         if tags is None or end is None:
             raise invalid(
-                f"{NAME} is not supported: this model does not reason, or no single token ends its "
-                "reasoning: leave it out",
+                f"{NAME} is not supported, because this model does not reason, or no single token "
+                f"ends its reasoning: leave out {NAME}",
                 NAME,
             )
         if tags.are_open(_prompt_end(self._tokenizer, prompt)):

@@ -80,7 +80,7 @@ def check_text(num_chars: int, model: ModelLimits, longest_token: int, name: str
         raise invalid(
             f"this model's maximum context length is {model.max_model_len} tokens, and {name} has "
             f"{num_chars} characters; at most {most} can fit, because the longest token has "
-            f"{longest_token}: shorten the text",
+            f"{longest_token} characters: shorten the text",
             name,
             CONTEXT_LENGTH_EXCEEDED,
         )

@@ -185,7 +185,8 @@ class ResponseStream:
             self.fail(
                 ServingError(
                     Code.OVERLOADED,
-                    f"the answer was read too slowly: over {self._max_unread} tokens are unread",
+                    f"the answer was read too slowly: more than {self._max_unread} tokens were "
+                    "unread",
                 )
             )
 

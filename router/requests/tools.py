@@ -59,10 +59,11 @@ def read_tool_choice(given: object, tools: Sequence[Mapping[str, Any]]) -> ToolC
                 "tool_choice",
             )
     if not tools:
-        raise invalid("tool_choice needs tools: set tools, or leave it out", "tool_choice")
+        raise invalid("tool_choice needs tools: set tools, or leave out tool_choice", "tool_choice")
     if chosen.name and chosen.name not in {tool["function"]["name"] for tool in tools}:
         raise invalid(
-            f"tool_choice names {chosen.name[:80]!r}, but tools has no function of this name",
+            f"tool_choice names {chosen.name[:80]!r}, but tools has no function of this name: name "
+            "a function of tools",
             "tool_choice",
         )
     return chosen

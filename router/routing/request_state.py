@@ -310,5 +310,5 @@ def check(state: RequestState) -> None:
     assert not state.token_log.is_complete, "all choices have ended, but the request has not"
     assert len(set(attempts)) == len(attempts), "two workers hold the same attempt"
     assert all(0 < attempt <= state.attempt for attempt in attempts), "unused attempt number"
-    assert state.running is None or state.lease is None, "both running and leased"
+    assert state.running is None or state.lease is None, "the request is both running and leased"
     assert len(set(state.workers())) == len(attempts), "one worker holds the request twice"

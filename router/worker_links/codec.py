@@ -87,7 +87,7 @@ def _decode_tokens(step: pb.Step) -> ev.TokenColumns:
     if len(lengths) > 1:
         raise ValueError(f"the arrays of a step differ in length: {sorted(lengths)}")
     if not FINISHES.issuperset(finishes):
-        raise ValueError(f"a step has an unknown finish: {sorted(set(finishes) - FINISHES)}")
+        raise ValueError(f"a step has unknown finish reasons: {sorted(set(finishes) - FINISHES)}")
     logprobs = {entry.row: entry for entry in step.logprobs} if step.logprobs else {}
     return ev.TokenColumns(requests, attempts, choices, positions, tokens, finishes, logprobs)
 

@@ -206,12 +206,12 @@ class WorkerLink:
         welcome = first.welcome
         if first.WhichOneof("body") != "welcome" or welcome.protocol != codec.PROTOCOL_VERSION:
             raise LinkBroken(
-                f"it uses version {welcome.protocol} of the protocol, this router version "
-                f"{codec.PROTOCOL_VERSION}: run router and workers from one release"
+                f"the worker uses version {welcome.protocol} of the protocol, and this router uses "
+                f"version {codec.PROTOCOL_VERSION}: run router and workers from one release"
             )
         if welcome.worker != self.worker:
             raise LinkBroken(
-                f"worker {welcome.worker!r} answers at this address instead: check the addresses"
+                f"another worker, {welcome.worker!r}, answers at this address: check the addresses"
             )
         self._on_welcome(welcome)
         self._is_up = True
@@ -239,7 +239,9 @@ class WorkerLink:
                     f"the worker closed the stream ({await call.details() or 'no reason given'})"
                 )
             if message.number != expected:
-                raise LinkBroken(f"got message {message.number} from the worker, not {expected}")
+                raise LinkBroken(
+                    f"message {expected} from the worker is missing: got message {message.number}"
+                )
             expected += 1
             # The cache events are posted before the Step event. The load in the Step event may
             # cause placements, and these need the current prefix index.

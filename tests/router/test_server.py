@@ -57,7 +57,7 @@ async def test_a_grpc_port_that_was_taken_after_its_check_is_named(config: Route
         port = other.getsockname()[1]
         with pytest.raises(PortInUseError) as failure:
             bind_grpc(grpc.aio.server(), replace(config, host="127.0.0.1", grpc_port=port))
-    assert f"127.0.0.1 port {port}: gRPC failed to bind it" in str(failure.value)
+    assert f"127.0.0.1 port {port}: gRPC failed to bind the port" in str(failure.value)
     assert "choose another port, or stop that process" in str(failure.value)
 
 

@@ -32,7 +32,7 @@ def conversation(
         ServingError: INVALID if a block is not allowed in its message, or a result has no call.
     """
     if not messages:
-        raise invalid("messages is empty: send at least one", "messages")
+        raise invalid("messages is empty: send at least one message", "messages")
     texts = texts_of(system, "system")
     found = [{"role": "system", "content": _content(texts)}] if any(texts) else []
     names: dict[str, str] = {}  # names of called tools, by the id of the call
@@ -59,8 +59,8 @@ def continues_last(messages: Sequence[Message]) -> bool:
     where, last = blocks[-1] if blocks else ("messages", "")
     if not isinstance(last, str | TextBlock):
         raise invalid(
-            f"{where}: the last message is the assistant's, so it must end with text, which the "
-            "answer continues",
+            f"{where}: the last message has the role assistant, and the answer continues its text: "
+            "end the message with a text block",
             "messages",
         )
     return True
@@ -119,8 +119,8 @@ def _result(block: ToolResultBlock, where: str, names: dict[str, str]) -> dict[s
     name = names.get(block.tool_use_id)
     if name is None:
         raise invalid(
-            f"{where}.tool_use_id: no tool_use block before it has the id "
-            f"{block.tool_use_id[:80]!r}",
+            f"{where}.tool_use_id is {block.tool_use_id[:80]!r}, but no earlier tool_use block "
+            "has this id: send the id of an earlier tool_use block",
             "messages",
         )
     texts = texts_of(block.content, f"{where}.content")

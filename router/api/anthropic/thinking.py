@@ -32,7 +32,8 @@ class Thinking(ClosedModel):
             raise invalid(f"thinking of type {self.type} {rule} thinking.budget_tokens", field)
         if self.type == "disabled" and self.display is not None:
             raise invalid(
-                "thinking of type disabled does not allow thinking.display: leave it out", field
+                "thinking of type disabled does not allow thinking.display: leave out display",
+                field,
             )
         if budget is not None and budget < MIN_BUDGET:
             raise invalid(

@@ -99,12 +99,17 @@ class ToolChoiceParam(ClosedModel):
             raise invalid(f"tool_choice of type {self.type} {rule} tool_choice.name", "tool_choice")
         if self.type == "none" and self.disable_parallel_tool_use is not None:
             name = "tool_choice.disable_parallel_tool_use"
-            raise invalid(f"tool_choice of type none does not allow {name}", "tool_choice")
+            raise invalid(
+                f"tool_choice of type none does not allow {name}: leave it out", "tool_choice"
+            )
         if self.is_forced and not names:
-            raise invalid("tool_choice needs tools: set tools, or leave it out", "tool_choice")
+            raise invalid(
+                "tool_choice needs tools: set tools, or leave out tool_choice", "tool_choice"
+            )
         if self.name is not None and self.name not in names:
             raise invalid(
-                f"tool_choice.name is {self.name[:80]!r}, but tools has no tool of this name",
+                f"tool_choice.name is {self.name[:80]!r}, but tools has no tool of this name: name "
+                "one of the tools",
                 "tool_choice",
             )
 

@@ -213,5 +213,8 @@ def _forced(sampling: SamplingParams, schema: str) -> SamplingParams:
     try:
         forced.validate()
     except InvalidParameterError as error:
-        raise invalid(f"the schema of the tool calls is not valid: {error}", "tools") from error
+        raise invalid(
+            f"the schema of the tool calls, which is made from tools, is not valid: {error}",
+            "tools",
+        ) from error
     return replace(sampling, structured_outputs=forced)

@@ -252,8 +252,8 @@ def stored_items(items: Sequence[InputItem]) -> list[dict[str, Any]]:
 def repeated_id(name: str) -> ServingError:
     """Return the error for two items of a conversation that have the same id."""
     return invalid(
-        f"two items have the id {name!r}: send each item once, and none that is part of the "
-        "response in previous_response_id",
+        f"two items have the id {name!r}: send each item once, and send no item that the response "
+        "in previous_response_id contains",
         FIELD,
     )
 

@@ -78,7 +78,8 @@ def check_include(include: Sequence[str]) -> None:
     for name in include:
         if name == "reasoning.encrypted_content":
             raise invalid(
-                f"include: {name} is not supported: reasoning items contain their text",
+                f"include: {name} is not supported, because reasoning items contain their text: "
+                "leave it out",
                 "include",
             )
         if name not in INCLUDABLE:
@@ -97,9 +98,9 @@ def check_metadata(metadata: Mapping[str, str]) -> None:
     for name, value in metadata.items():
         if len(name) > MAX_METADATA_KEY or len(value) > MAX_METADATA_VALUE:
             raise invalid(
-                f"metadata.{name[:MAX_METADATA_KEY]}: the key has {len(name)} characters; at most "
-                f"{MAX_METADATA_KEY} are allowed. The value has {len(value)} characters; at most "
-                f"{MAX_METADATA_VALUE} are allowed",
+                f"metadata.{name[:MAX_METADATA_KEY]}: a key may have at most {MAX_METADATA_KEY} "
+                f"characters, and a value at most {MAX_METADATA_VALUE}; this key has {len(name)}, "
+                f"and its value has {len(value)}",
                 "metadata",
             )
 

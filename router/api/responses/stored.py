@@ -232,7 +232,7 @@ class ResponseRecorder:
         problem = f"the response and its conversation take {size} bytes; at most {self._max_bytes}"
         if response.is_background:
             raise ServingError(Code.TOO_LARGE, f"{problem} can be stored", "background")
-        log.warning("the response %s is not stored: %s are allowed", response.id, problem)
+        log.warning("the response %s is not stored: %s can be stored", response.id, problem)
         return False
 
     def record(self, finished: FinishedResponse) -> Iterator[str]:

@@ -303,12 +303,12 @@ class Placer:
             assert not (request in self._queue and request in self._throttle), "queued twice"
             names = self._holders.get(request, [])
             for name in state.workers():
-                assert self._registry.get(name) is not None, "held by an unknown worker"
-                assert name in names, "held, but not in the view"
+                assert self._registry.get(name) is not None, "an unknown worker holds the request"
+                assert name in names, "a worker holds the request, but its view does not list it"
         for view in self._registry.views():
             view.check()
             for request in view.requests:
-                assert view.name in self._holders[request], "in the view, but not held"
+                assert view.name in self._holders[request], "the worker does not hold the request"
 
 
 def demand_of(

@@ -142,11 +142,13 @@ class CacheFeed:
             index.store(worker, change.stored)
         for parent in change.parents:
             if parent and not index.holds(worker, parent):
-                raise _Inconsistent("a block was stored after an unknown one")
+                raise _Inconsistent("a block was stored whose parent block is unknown")
 
     def _check_incarnation(self, feed: _Feed, incarnation: str) -> None:
         if incarnation != feed.incarnation:
-            raise _Inconsistent(f"cache events are of another incarnation ({incarnation[:40]!r})")
+            raise _Inconsistent(
+                f"cache events come from another incarnation of the worker: {incarnation[:40]!r}"
+            )
 
     def _check_chunk(self, feed: _Feed, snapshot: CacheSnapshot) -> None:
         if feed.state is _State.LIVE:
@@ -154,12 +156,14 @@ class CacheFeed:
         if snapshot.chunk != feed.next_chunk:
             raise _Inconsistent(f"chunk {feed.next_chunk} of a snapshot is missing")
         if feed.next_chunk and snapshot.next_number != feed.next_number:
-            raise _Inconsistent("the chunks are of different snapshots")
+            raise _Inconsistent("the chunks belong to different snapshots")
 
     def _check_capacity(self, worker: str, feed: _Feed) -> None:
         num = self._index.num_blocks(worker)
         if num > feed.capacity:
-            raise _Inconsistent(f"{num} blocks are stored, but the worker has {feed.capacity}")
+            raise _Inconsistent(
+                f"{num} blocks are reported as stored, but the worker has only {feed.capacity}"
+            )
 
     # -------------------------------------------------------------- requests for snapshots
 

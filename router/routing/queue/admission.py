@@ -50,7 +50,9 @@ class QueueAdmission:
             return
         for request in displaced:
             other = self._states[request]
-            self._refuse(other, "the queue is full and your share is the largest", out, now)
+            self._refuse(
+                other, "the queue is full, and your requests take the largest part of it", out, now
+            )
             self._reconcile(other, out, now)
         self._timeouts.add(state)
 

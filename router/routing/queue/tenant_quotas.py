@@ -144,5 +144,5 @@ class TenantQuotas:
         }
         assert self.total == amount_of(fresh)
         assert len(fresh) <= 1 or self.total.fraction_of(self._bounds) <= 1, (
-            "more than the bounds allow"
+            "the queue contains more than its bounds allow"
         )

@@ -122,7 +122,7 @@ async def test_models_without_a_token_that_ends_reasoning(tmp_path: Path, templa
     config = RouterConfig(write_folder(tmp_path / "model", tokenizer, template), "stub")
     async with serving(config, StubWorker()) as served:
         async with openai_client.connect(served) as client:
-            with pytest.raises(openai.BadRequestError, match="leave it out"):
+            with pytest.raises(openai.BadRequestError, match="leave out thinking_token_budget"):
                 await chat(client, thinking_token_budget=5)
             assert not served.worker.submits
         if template == REASONS:  # For /v1/messages, a template that reads the budget is enough.

@@ -228,16 +228,14 @@ async def test_worker_of_another_name_is_refused(
     worker: StubWorker, received: Received, caplog: pytest.LogCaptureFixture
 ) -> None:
     worker.welcome.worker = "somebody"
-    await check_refused(
-        worker, received, caplog, "worker 'somebody' answers at this address instead"
-    )
+    await check_refused(worker, received, caplog, "another worker, 'somebody', answers at this")
 
 
 async def test_another_protocol_version_is_refused(
     worker: StubWorker, received: Received, caplog: pytest.LogCaptureFixture
 ) -> None:
     worker.welcome.protocol = 99
-    await check_refused(worker, received, caplog, "of the protocol, this router version")
+    await check_refused(worker, received, caplog, "of the protocol, and this router uses version")
 
 
 async def test_worker_that_sends_no_welcome_is_refused(

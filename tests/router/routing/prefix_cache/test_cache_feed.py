@@ -80,11 +80,14 @@ def test_snapshot_arrives_in_chunks() -> None:
     ("bad", "reason"),
     [
         (events(1, stored(0, [3])), "change 0 is missing, got 1"),
-        (events(0, stored(5, [3])), "a block was stored after an unknown one"),
+        (events(0, stored(5, [3])), "a block was stored whose parent block is unknown"),
         (events(0, evicted(3)), "an unknown block was evicted"),
         (events(0, evicted(1, 1)), "an unknown block was evicted"),
-        (events(0, stored(0, [3, 4, 5])), "5 blocks are stored, but the worker has 4"),
-        (events(0, incarnation="w-0"), r"another incarnation \('w-0'\)"),
+        (
+            events(0, stored(0, [3, 4, 5])),
+            "5 blocks are reported as stored, but the worker has only 4",
+        ),
+        (events(0, incarnation="w-0"), "another incarnation of the worker: 'w-0'"),
         (snapshot(1), "a snapshot arrived that was not requested"),
     ],
     ids=lambda bad: "" if isinstance(bad, str) else type(bad).__name__,
