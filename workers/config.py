@@ -104,10 +104,12 @@ class WorkerConfig:
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
         if not 0 <= self.rank < Mesh(self.tp, self.pp, self.ep).num_ranks:
-            raise ValueError(f"rank must be 0 to tp {self.tp} x pp {self.pp} - 1, not {self.rank}")
+            raise ValueError(
+                f"rank must be from 0 to {self.tp} x {self.pp} - 1 (tp x pp - 1), not {self.rank}"
+            )
         check_hash_key(self.hash_key)
         if not self.name:
-            raise ValueError("name of the worker is empty: expected at least one character")
+            raise ValueError("the name of the worker is empty: expected at least one character")
         if self.host in _WILDCARDS:
             raise ValueError(
                 f"host must be an address that routers can connect to, not {self.host!r}"

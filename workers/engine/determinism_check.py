@@ -45,7 +45,7 @@ def check_batch_invariance(engine: Engine) -> None:
     if not same:
         raise ValueError(
             "deterministic mode is not available on this machine: a prompt that was computed in "
-            "chunks did not give bitwise the same results as in one piece. Leave out deterministic"
+            "chunks gave other bits than the same prompt in one piece. Leave out deterministic"
         )
 
 

@@ -130,8 +130,9 @@ def check_same_coverage(ours: Sequence[LayerHeadRange], theirs: Sequence[LayerHe
     covered = all(_overlap_area(own, peer_ranges) == own.area for own in held)
     if not (real and apart and same_size and covered):
         raise BadShard(
-            f"the {len(peer_ranges)} ranges of layers and heads of the peer and the {len(held)} "
-            "ranges of this worker must each contain the same layers and heads once"
+            f"the ranks of the peer have {len(peer_ranges)} ranges of layers and heads, those of "
+            f"this worker {len(held)}: the ranges of each worker must contain the same layers and "
+            "heads, each exactly once"
         )
 
 

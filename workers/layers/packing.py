@@ -45,8 +45,9 @@ def check_quantization(
 def not_deterministic(what: str, device: torch.device, dtype: torch.dtype) -> ValueError:
     """Return the error for layers (`what`) that are not batch-invariant on this device."""
     return ValueError(
-        f"deterministic mode is not available: {what} need a CPU with AVX-512, numba and float32 "
-        f"for it, not {device.type} and {str(dtype).removeprefix('torch.')}"
+        f"deterministic mode is not available: {what} need a CPU with AVX-512, numba and dtype "
+        f"float32 in this mode; the device is {device.type}, and the dtype is "
+        f"{str(dtype).removeprefix('torch.')}"
     )
 
 

@@ -23,7 +23,9 @@ def read_json(path: Path) -> dict[str, Any]:
             )
         value = json.loads(path.read_bytes())
     except OSError as error:
-        raise BadCheckpoint(f"{path} cannot be read ({error.strerror}): check its rights") from None
+        raise BadCheckpoint(
+            f"{path} cannot be read ({error.strerror}): check its permissions"
+        ) from None
     except (ValueError, RecursionError) as error:
         if isinstance(error, BadCheckpoint):
             raise

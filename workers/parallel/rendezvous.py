@@ -103,8 +103,8 @@ class RendezvousServer(ranks_pb2_grpc.RendezvousServicer):
             port = self._server.add_insecure_port(f"{shown}:0")
         except RuntimeError:
             raise OSError(
-                f"cannot serve the ranks' rendezvous at {host}: it is not an address of this "
-                "machine; set host to one"
+                f"cannot serve the ranks' rendezvous at {host}, which is not an address of this "
+                "machine: set host to an address of this machine"
             ) from None
         self.address = f"{shown}:{port}"
         self._server.start()

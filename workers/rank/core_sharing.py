@@ -195,5 +195,5 @@ def open_core_sharing(
     try:
         return CoreSharing(own, limit, CoreMarks(marks_path()), set_threads)
     except OSError as error:
-        log.warning("cores are not shared with other workers: %s", error)
+        log.warning("this worker does not share cores with other workers: %s", error)
         return None

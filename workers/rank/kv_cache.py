@@ -56,9 +56,9 @@ def choose_cache_format(
     converts = chosen.has_scales or (narrows and chosen.dtype == torch.bfloat16)
     if chosen.dtype != dtype and not converts:
         raise ValueError(
-            f"kv_cache_dtype {name} is not available: the model computes in "
-            f"{str(dtype).removeprefix('torch.')} on {device.type}, and only float32 models on a "
-            "CPU support another float dtype, which is bfloat16; use auto, fp8 or int8"
+            f"kv_cache_dtype {name} is not available, because the model computes in "
+            f"{str(dtype).removeprefix('torch.')} on {device.type}. Only float32 models on a CPU "
+            "support a cache of another float dtype (bfloat16); use auto, fp8 or int8"
         )
     return chosen
 

@@ -39,7 +39,9 @@ class SchedulerConfig:
                 f"({self.max_sequences}): every sequence may need a token in a step"
             )
         if self.forced_per_other_row < 0:
-            raise ValueError(f"forced_per_other_row must be >= 0, not {self.forced_per_other_row}")
+            raise ValueError(
+                f"forced_per_other_row must be at least 0, not {self.forced_per_other_row}"
+            )
         if self.max_queued < 0 or self.watermark < 0 or not 0 <= self.lease_fraction <= 1:
             raise ValueError(
                 f"max_queued ({self.max_queued}) and watermark ({self.watermark}) must be at least "

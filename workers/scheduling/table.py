@@ -217,7 +217,9 @@ def _take(table: Ints, rows: Ints, counts: Ints, columns: Ints) -> Ints:
     `take` with one flat index per entry takes half the time of an index with rows and columns.
     """
     if columns.max(initial=-1) >= table.shape[1]:  # a flat index would read the next row
-        raise IndexError(f"column {columns.max()} of a table with {table.shape[1]} columns")
+        raise IndexError(
+            f"column {columns.max()} is outside of a table with {table.shape[1]} columns"
+        )
     starts = rows.astype(np.intp) * table.shape[1]
     taken: Ints = table.reshape(-1).take(starts.repeat(counts) + columns)
     return taken

@@ -178,7 +178,7 @@ class SessionManager:
             reject(
                 session,
                 key,
-                f"attempt {key.attempt} of this request, or a later one, is already here",
+                f"attempt {key.attempt} of this request, or a later one, is already on this worker",
                 True,
             )
             return

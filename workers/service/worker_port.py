@@ -68,7 +68,7 @@ def bind(server: grpc.aio.Server, config: WorkerConfig) -> str:
     except RuntimeError:
         raise OSError(
             f"worker {config.name} cannot listen on {host}:{config.port}: the port is taken, or "
-            "the address is not this machine's"
+            "the address is not one of this machine. Choose another port or address"
         ) from None
     return f"{host}:{port}"
 

@@ -301,7 +301,7 @@ def _check(entry: TensorEntry, expected: Parameter) -> None:
     if entry.shape not in (expected.shape, *expected.alternatives):
         raise BadCheckpoint(
             f"{entry.path}: tensor {entry.stored_name} has shape {list(entry.shape)}, but the "
-            f"configuration makes it {list(expected.shape)}: weights and configuration do not "
+            f"configuration requires {list(expected.shape)}: weights and configuration do not "
             "belong together"
         )
 

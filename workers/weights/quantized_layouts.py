@@ -41,7 +41,7 @@ def check_module(module: QuantizedModule) -> None:
     if scheme.storage.startswith("bitsandbytes") and size > 0 and module.inputs % size:
         raise UnsupportedModel(
             f"{name} has {module.inputs} inputs, not a multiple of {size}: blocks of bitsandbytes "
-            "that cross rows are not served"
+            "that contain parts of two rows are not supported"
         )
     if scheme.block_rows == 1 and size > 0 and module.inputs % size:
         raise BadCheckpoint(

@@ -74,7 +74,9 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     except FileNotFoundError:
         raise BadCheckpoint(f"{path} is missing: copy or download it again") from None
     except OSError as error:
-        raise BadCheckpoint(f"{path} cannot be read ({error.strerror}): check its rights") from None
+        raise BadCheckpoint(
+            f"{path} cannot be read ({error.strerror}): check its permissions"
+        ) from None
 
 
 def _read_header(path: Path, file: BufferedReader, file_bytes: int) -> dict[str, TensorEntry]:

@@ -200,7 +200,7 @@ class Worker:
         key = Key(session.number, submit.request.id, submit.attempt)
         others = [held for held in session.held if held.request == key.request]
         if any(other.attempt >= key.attempt for other in others):
-            self._reject(session, key, "this attempt or a later one is already here", True)
+            self._reject(session, key, "this or a later attempt is already on this worker", True)
             return
         if self.draining:
             self._reject(session, key, "the worker is draining", False)

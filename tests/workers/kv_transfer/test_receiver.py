@@ -154,7 +154,7 @@ def header(epoch: int, **other: Any) -> wire.FromSource:
         (introduction(ranks=[]), "0 ranks with"),
         (
             introduction(ranks=[wire.Holding(last_layer=3, last_head=1)]),
-            "must each contain the same",
+            "must contain the same",
         ),
         (introduction(worker=""), "must be an introduction"),
         (wire.FromSource(end=wire.End(epoch=1)), "must be an introduction"),

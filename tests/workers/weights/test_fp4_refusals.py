@@ -53,7 +53,7 @@ def bytes_of(text: bytes) -> torch.Tensor:
         (
             "mxfp4",
             replaced(f"{DOWN}.weight_scale", torch.full((192, 9), 127, dtype=torch.uint8)),
-            rf"{DOWN}.weight_scale has shape \[192, 9\].*makes it \[192, 10\]",
+            rf"{DOWN}.weight_scale has shape \[192, 9\].*requires \[192, 10\]",
         ),
         (
             "mxfp4",
@@ -118,7 +118,7 @@ def bytes_of(text: bytes) -> torch.Tensor:
         (
             "bitsandbytes-int8",
             replaced(f"{DOWN}.SCB", torch.ones(320)),
-            rf"{DOWN}.SCB has shape \[320\].*makes it \[192\]",
+            rf"{DOWN}.SCB has shape \[320\].*requires \[192\]",
         ),
     ],
 )

@@ -109,7 +109,7 @@ NORM = "model.norm.weight"
         (lambda t: t.pop(NORM), f"lacks tensor {NORM} .*llama, 2 layers"),
         (lambda t: [t.pop(name) for name in list(t)[:4]], "lacks tensor .* and 3 more"),
         (lambda t: t.update(odd=torch.zeros(1)), "unexpected tensor odd"),
-        (lambda t: t.update({NORM: torch.zeros(7)}), rf"{NORM} has shape \[7\].*makes it \[48\]"),
+        (lambda t: t.update({NORM: torch.zeros(7)}), rf"{NORM} has shape \[7\].*requires \[48\]"),
         (lambda t: t.update({NORM: torch.zeros(48, dtype=torch.int8)}), f"{NORM} is I8"),
     ],
 )

@@ -69,7 +69,7 @@ def removed(name: str) -> Callable[[Tensors], object]:
         (
             "fp8-blocks",
             replaced(f"{Q}.weight_scale_inv", torch.ones(2, 3)),
-            rf"{Q}.weight_scale_inv has shape \[2, 3\].*makes it \[2, 2\]",
+            rf"{Q}.weight_scale_inv has shape \[2, 3\].*requires \[2, 2\]",
         ),
         (
             "fp8-blocks",
@@ -80,7 +80,7 @@ def removed(name: str) -> Callable[[Tensors], object]:
         (
             "fp8-tensor-static",
             replaced(f"{Q}.weight_scale", torch.ones(2)),
-            rf"{Q}.weight_scale has shape \[2\].*makes it \[1\]",
+            rf"{Q}.weight_scale has shape \[2\].*requires \[1\]",
         ),
         ("gptq-4-act-order", removed(f"{DOWN}.g_idx"), f"lacks tensor {DOWN}.g_idx"),
         ("gptq-4-act-order", removed(f"{DOWN}.qzeros"), f"lacks tensor {DOWN}.qzeros"),
@@ -97,7 +97,7 @@ def removed(name: str) -> Callable[[Tensors], object]:
         (
             "awq",
             replaced(f"{DOWN}.qweight", torch.ones(320, 12, dtype=torch.int32)),
-            rf"{DOWN}.qweight has shape \[320, 12\].*makes it \[320, 24\]",
+            rf"{DOWN}.qweight has shape \[320, 12\].*requires \[320, 24\]",
         ),
         (
             "packed-4-groups",

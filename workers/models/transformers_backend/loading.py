@@ -77,7 +77,7 @@ def _their_config(architecture: str, folder: Path) -> Any:
     if kind is None:
         raise Unsupported(f"transformers has no causal language model for a {type(found).__name__}")
     if kind.__name__ != architecture:
-        raise Unsupported(f"transformers reads its configuration as that of a {kind.__name__}")
+        raise Unsupported(f"transformers would load this configuration as a {kind.__name__}")
     if found.is_encoder_decoder:
         raise Unsupported("the model has an encoder, and only decoders are supported")
     if kind._is_stateful and not _only_attends(found):

@@ -84,7 +84,7 @@ def _body_of(model: Any) -> tuple[str, Any]:
         found = module is not model if decoder is model else module is decoder
         if found and isinstance(module, PreTrainedModel):
             return name, module
-    raise Unsupported("the model's layers and its head are in one module")
+    raise Unsupported("the model's layers and its head are in one module: expected two modules")
 
 
 class TransformersModel:

@@ -83,9 +83,9 @@ class RecordingAttention:
         num_heads, num_kv_heads = heads.query.shape[1], heads.keys.shape[1]
         if heads.values.shape[1] != num_kv_heads or num_heads % num_kv_heads:
             raise Unsupported(
-                f"layer {layer} has {num_heads} query heads, {num_kv_heads} heads of keys and "
-                f"{heads.values.shape[1]} heads of values: expected as many heads of values as of "
-                "keys, and a multiple of them as query heads"
+                f"layer {layer} has {num_heads} query heads, {num_kv_heads} key heads and "
+                f"{heads.values.shape[1]} value heads: expected as many value heads as key heads, "
+                "and a multiple of this number of query heads"
             )
         head_dim = max(heads.keys.shape[2], heads.values.shape[2])
         self.calls[layer] = AttentionCall(num_heads, num_kv_heads, head_dim, window)
