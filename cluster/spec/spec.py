@@ -344,7 +344,7 @@ class ClusterSpec:
             raise SpecError(f"models: is empty: add a model, or remove the key to serve {BUNDLED}")
         if len(self.models) > 1:
             names = ", ".join(self.models)
-            raise SpecError(f"models: this version serves one model; found {names}")
+            raise SpecError(f"models: this version serves one model; found {names}: keep one")
         pools = {role: getattr(self.pools, role) for role in ROLES}
         for name in ("block_size", "tp", "pp", "ep") if self.model.deterministic else ():
             values = {role: getattr(pool, name) for role, pool in pools.items() if pool.most}
@@ -374,8 +374,8 @@ class ClusterSpec:
             if port == another:
                 raise SpecError(f"router: {kind} and {other} cannot share port {port}; change one")
             raise SpecError(
-                f"routers: {self.routers} need consecutive ports from {port} ({kind}) and from "
-                f"{another} ({other}), which overlap: set them at least {self.routers} apart"
+                f"routers: {self.routers} routers need consecutive ports from {port} ({kind}) and "
+                f"from {another} ({other}), which overlap: set them at least {self.routers} apart"
             )
 
 

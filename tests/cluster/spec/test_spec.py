@@ -136,12 +136,12 @@ def model(**settings: Any) -> dict[str, Any]:
         ),
         (
             {"routers": 2, "router": {"admin_port": 9001}},
-            "routers: 2 need consecutive ports from 9000 (gRPC) and from 9001 (operators)",
+            "routers: 2 routers need consecutive ports from 9000 (gRPC) and from 9001 (operators)",
         ),
         ({"routers": 0}, "routers: expected from 1 to 64, not 0"),
         (
             {"routers": 3, "router": {"http_port": 8998}},
-            "routers: 3 need consecutive ports from 8998 (HTTP) and from 9000 (gRPC)",
+            "routers: 3 routers need consecutive ports from 8998 (HTTP) and from 9000 (gRPC)",
         ),
         (
             {"routers": 3, "router": {"grpc_port": 65534}},
