@@ -228,8 +228,8 @@ def _check_private(folder: Path) -> None:
         raise NotADirectoryError(f"{folder} is not a folder")
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise PermissionError(
-            f"{folder} can be written by other users (mode {stat.S_IMODE(found.st_mode):o}, "
-            f"`chmod go-w` revokes that)"
+            f"{folder} can be written by other users (mode {stat.S_IMODE(found.st_mode):o}); "
+            "`chmod go-w` removes this permission"
         )
     if not os.access(folder, os.W_OK | os.X_OK):
         raise PermissionError(f"{folder} cannot be written")

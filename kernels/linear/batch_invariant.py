@@ -66,7 +66,7 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     if bias is not None:
         check("bias", bias, (weight.shape[1],), (x.dtype,), like=x)
     if not num_inputs:
-        raise ValueError("x: at least one input expected, not 0")
+        raise ValueError("x: at least one input feature expected, not 0")
 
 
 def batch_invariant_matmul_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -146,7 +146,7 @@ def concatenate(matrices: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
         if each.kind != first.kind or not torch.equal(each.groups, first.groups):
             raise ValueError(
                 "matrices with different groups of inputs or kinds of codes cannot be fused: "
-                "quantize them alike"
+                "quantize them in the same way"
             )
     codes, scales, zeros = (
         torch.cat([getattr(each, name) for each in matrices])

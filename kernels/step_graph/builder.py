@@ -144,7 +144,7 @@ class GraphBuilder:
             or (columns is None and dim != x.width)
         ):
             raise UnsupportedGraph(
-                f"a norm of {dim} features cannot cover columns {normalised} of {x}"
+                f"a norm of {dim} features cannot be applied to columns {normalised} of {x}"
             )
         assert normalised.step == 1
         assert x.width == out.width
