@@ -318,7 +318,7 @@ def test_unknown_revision_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) ->
         raise RevisionNotFoundError.__new__(RevisionNotFoundError)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    with pytest.raises(checkpoint.NoModel, match="no revision 'v9' of it"):
+    with pytest.raises(checkpoint.NoModel, match="no revision 'v9' of this model"):
         checkpoint.find("some/model", "v9")
 
 

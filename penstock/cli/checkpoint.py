@@ -78,7 +78,7 @@ def download(
         found = snapshot_download(model, revision=revision, allow_patterns=wanted, local_dir=folder)
         return Path(found)
     except RevisionNotFoundError:
-        reason = f"the hub has no revision {revision!r} of it"
+        reason = f"the hub has no revision {revision!r} of this model"
     except HfHubHTTPError as error:
         reason = f"the hub refused the download (HTTP {error.response.status_code})"
     except (LocalEntryNotFoundError, OSError):

@@ -126,7 +126,8 @@ def check_ray(address: str) -> None:
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or error
         raise BadAddress(
-            f"--ray-address {address}: nothing answers there ({reason}): is Ray running?"
+            f"--ray-address {address}: nothing answers there ({reason}): start Ray, or "
+            "correct the address"
         ) from None
 
 

@@ -44,7 +44,7 @@ class ThinkingBudget:
             )
         if not all(0 <= token < vocab_size for token in (self.end, *self.start)):
             raise InvalidParameterError(
-                f"{NAME}: a token that starts or ends reasoning ({[*self.start, self.end]}) is not "
-                f"in the vocabulary (0 to {vocab_size - 1})",
+                f"{NAME}: the ids of tokens that start or end reasoning, "
+                f"{[*self.start, self.end]}, must be in the vocabulary (0 to {vocab_size - 1})",
                 NAME,
             )

@@ -180,7 +180,7 @@ def check_keywords(schema: Mapping[str, Any], path: str) -> None:
         if key not in KNOWN:
             raise UnsupportedSchemaError(
                 f"{path}/{escaped(key)}",
-                f"{key[:80]} is not supported in the model's format of calls",
+                f"{key[:80]} is not supported in the model's format of calls: leave it out",
             )
 
 

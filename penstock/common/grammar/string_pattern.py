@@ -16,8 +16,8 @@ def terminal(pattern: str) -> str:
     """
     if found := _NOT_REGULAR.search(pattern.replace("\\\\", "")):
         raise ValueError(
-            f"{found[0]} is not supported in a pattern, as are look-around, back references, word "
-            "boundaries, Unicode classes, flags and named groups"
+            f"{found[0]} is not supported in a pattern: leave out look-around, back references, "
+            "word boundaries, Unicode classes, flags and named groups"
         )
     has_start = pattern.startswith("^")
     is_escaped = (len(pattern) - len(pattern.rstrip("$").rstrip("\\"))) % 2 == 0
@@ -51,8 +51,8 @@ def _converted(pattern: str) -> tuple[str, bool]:
             found.append(f"\\{character}" if character in "[&~/" else _plain(character))
         elif character in "^$":
             raise ValueError(
-                f"{character} is inside the pattern: ^ is supported only as its first character, "
-                "and $ only as its last"
+                f"{character} is inside the pattern: ^ is supported only as the first character of "
+                "a pattern, and $ only as the last one"
             )
         else:
             in_class = character == "["

@@ -97,8 +97,8 @@ class ChatTemplate:
         text, found, _ = self._render(shown, options).rpartition(mark)
         if not found:
             raise ChatTemplateError(
-                "it leaves out the last message, so an answer cannot continue it: end with a "
-                "message of another role, or leave out continue_final_message"
+                "it leaves out the last message, so the answer cannot continue this message: end "
+                "with a message of another role, or leave out continue_final_message"
             )
         return text.replace(mark, "")
 
