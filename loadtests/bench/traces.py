@@ -42,7 +42,7 @@ def read_trace(path: Path) -> list[TraceRow]:
         try:
             rows.append(parse(line))
             if rows[-1].at < rows[max(0, len(rows) - 2)].at:
-                raise ValueError("the timestamp is earlier than that of the line before")
+                raise ValueError("the timestamp is earlier than the timestamp of the previous line")
         except ValueError as error:
             raise BadTrace(f"{path}:{number}: {error}") from None
     return list(_from_zero(rows))

@@ -118,7 +118,7 @@ async def _probe(address: str, interval: float, seconds: list[float]) -> None:
     while True:
         began = time.perf_counter()
         if (status := await _call(address, "GET /health", b"")) != 200:
-            raise MeasurementFailed(f"GET /health has status {status}, expected 200")
+            raise MeasurementFailed(f"GET /health returned status {status}, expected 200")
         seconds.append(time.perf_counter() - began)
         await asyncio.sleep(interval)
 
@@ -134,7 +134,9 @@ async def _measure_kind(address: str, pid: int, name: str, options: Options) -> 
     for _ in range(options.repeats):
         status = await _call(address, f"POST {path}", body)
         if status != expected:
-            raise MeasurementFailed(f"{name}: POST {path} has status {status}, expected {expected}")
+            raise MeasurementFailed(
+                f"{name}: POST {path} returned status {status}, expected {expected}"
+            )
     took = (time.perf_counter() - began) / options.repeats
     probing.cancel()
     await asyncio.wait([probing])

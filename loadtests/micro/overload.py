@@ -226,7 +226,7 @@ async def find_capacity(bench: Bench) -> tuple[float, Outcome]:
             high = rate
     if best is None:
         raise MeasurementFailed(
-            f"at none of {bench.load.tries} rates did a share of {KEPT:g} of the requests keep the "
+            f"at each of {bench.load.tries} rates, fewer than {KEPT:.0%} of the requests kept the "
             "goals"
         )
     return low, best

@@ -276,7 +276,8 @@ def _compare(guard: CheckOptions) -> int:
         then = {**kept["machine"], "threads": kept["threads"]}[what]
         if then != here[what]:
             raise ValueError(
-                f"{guard.file} was recorded with {what} {then}, now: {here[what]}; use --record"
+                f"{guard.file} was recorded with {what} {then}, but {what} is now {here[what]}: "
+                "run with --record to record the figures again"
             )
     changes = compare(kept["ratios"], measure(guard.threads))
     print(f"recorded on {kept['date']} at {kept['commit'] or 'an unknown commit'}")

@@ -119,7 +119,7 @@ def write_ranks(folder: Path, file: Path) -> int:
         for rank, token in enumerate(tokens, int(first)):
             vocab["".join(chars[byte] for byte in b64decode(token))] = rank
     if sorted(vocab.values()) != list(range(len(vocab))):
-        raise ValueError(f"{file}: expected the ranks 0 to {len(vocab) - 1}")
+        raise ValueError(f"{file}: expected each of the ranks 0 to {len(vocab) - 1} once")
     _write(folder, vocab)
     return len(vocab) + 1
 

@@ -65,7 +65,9 @@ def check_sweep(sweep: Sweep, work: Work, goals: Goals | None) -> None:
     if goals is None:
         raise WrongOptions("--sweep needs a goal, such as --goal ttft:2s --goal tpot:50ms")
     if work.num_requests is not None or work.concurrency is not None:
-        raise WrongOptions("--num-requests and --concurrency cannot be used with --sweep")
+        raise WrongOptions(
+            "--num-requests and --concurrency cannot be used with --sweep: leave them out"
+        )
     if work.rate is not None and math.isinf(work.rate):
         raise WrongOptions("--rate inf cannot be used with --sweep: give a finite first rate")
     if work.rate is None and work.num_warmups == 0:

@@ -39,7 +39,9 @@ class Options:
         names = [cell.name for cell in CELLS]
         for name in self.cells:
             if name not in names:
-                raise MeasurementFailed(f"no cell {name!r}: expected one of {', '.join(names)}")
+                raise MeasurementFailed(
+                    f"unknown cell {name!r}: expected one of {', '.join(names)}"
+                )
         return [cell for cell in CELLS if not self.cells or cell.name in self.cells]
 
 

@@ -131,7 +131,10 @@ async def _measure(given: Calibrating, batches: Sequence[int], prompts: Sequence
         arrangement = await server.arrangement()
         fitting = [each for each in prompts if each + given.answer < server.max_model_len]
         if not fitting:
-            raise ServerUnusable(f"no prompt fits in a context of {server.max_model_len}")
+            raise ServerUnusable(
+                f"no prompt fits in a context of {server.max_model_len} tokens: lower --prompts or "
+                "--answer"
+            )
         await server.play(together(1, fitting[0], 4))  # warm-up
         cells, singles = list[Steps](), list[Outcome]()
         after = last_numbers(await server.records())

@@ -107,7 +107,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def load_of(playing: Playing, seed: int) -> list[Planned]:
     """Return the load that the options describe. Raises WrongOptions, BadTrace and OSError."""
     if not 0 < playing.keep <= 1 or playing.divide < 1 or playing.runs < 1:
-        raise WrongOptions("--keep must be above 0 and at most 1, --divide and --runs at least 1")
+        raise WrongOptions(
+            f"--keep ({playing.keep:g}) must be above 0 and at most 1, and --divide "
+            f"({playing.divide}) and --runs ({playing.runs}) must be at least 1"
+        )
     if playing.recorded is not None:
         load = recorded_load(playing.recorded)
     elif playing.trace is not None:
@@ -128,7 +131,9 @@ def recorded_load(path: Path) -> list[Planned]:
         rows = json.loads(path.read_text(encoding="utf-8"))["requests"]
         found = [tuple(float(row[name]) for name in _FIGURES) for row in rows]
     except (ValueError, KeyError, TypeError):
-        raise WrongOptions(f"{path}: not a file of penstock bench --save-rows") from None
+        raise WrongOptions(
+            f"{path}: expected a file that penstock bench wrote with --save-rows"
+        ) from None
     found.sort()
     return [Planned(number, due, int(a), int(b)) for number, (due, a, b) in enumerate(found)]
 
@@ -180,7 +185,10 @@ async def _measure(
         await server.connect()
         longest = max(one.input_len + one.output_len for one in load)
         if longest > server.max_model_len:
-            raise WrongOptions(f"a request has {longest} tokens: use a larger --divide")
+            raise WrongOptions(
+                f"a request has {longest} tokens, but the server accepts at most "
+                f"{server.max_model_len}: use a larger --divide"
+            )
         await server.play(load[:1])
         measured = [_latencies(await server.play(load)) for _ in range(runs)]
         return await server.arrangement(), measured
@@ -198,7 +206,10 @@ def _latencies(outcomes: Sequence[Outcome]) -> Latencies:
 
 def _timing_of(playing: Playing) -> Timing:
     if playing.timing is None:
-        raise WrongOptions("give the time model: --timing FILE of penstock simulate calibrate")
+        raise WrongOptions(
+            "the time model is missing: give --timing FILE, a file that penstock simulate "
+            "calibrate wrote"
+        )
     return read_timing(playing.timing)
 
 

@@ -124,7 +124,9 @@ def fit_steps(steps: Steps, base: Timing) -> StepFit:
     Raises BadCalibration if there are too few steps.
     """
     if len(steps) < MIN_STEPS:
-        raise BadCalibration(f"{len(steps)} steps were measured: at least {MIN_STEPS} are needed")
+        raise BadCalibration(
+            f"only {len(steps)} steps were measured, but at least {MIN_STEPS} are needed"
+        )
     base = replace(base, sharing=sharing_of(steps))
     steps = without_sharing(steps, base.sharing)
     cells, counts = grouped(steps)

@@ -46,7 +46,7 @@ def arrangement_of(status: Mapping[str, Any]) -> Arrangement:
     """Read the workers from the reply of /status. Raises ServerUnusable if none is ready."""
     ready = [each for each in status["workers"] if each["numbers"] and each["state"] == "ready"]
     if not ready:
-        raise ServerUnusable("the server has no worker that is ready")
+        raise ServerUnusable("the server has no worker that is ready: wait until one is ready")
     pools: dict[str, int] = {}
     for each in ready:
         pools[each["role"]] = pools.get(each["role"], 0) + 1

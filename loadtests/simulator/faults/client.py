@@ -48,7 +48,9 @@ class HashModelClient:
         """
         if not self._is_expected(choice, position):
             return None
-        assert self._counted == self.at, f"client {self.number}: a token before `deliver_cached`"
+        assert self._counted == self.at, (
+            f"client {self.number}: a token arrived before the call of `deliver_cached`"
+        )
         answer, cut_at = self.answers[choice], self.plan.cut
         answer.append(token)
         cut = 0 < cut_at <= len(answer) and not finish
@@ -69,8 +71,12 @@ class HashModelClient:
 
     def deliver_cached(self, num_tokens: int) -> None:
         """Take the number of cached prompt tokens, delivered once per submission to a router."""
-        assert self.how == LEFT or self._counted != self.at, f"client {self.number}: counted twice"
-        assert num_tokens <= len(self.plan.prompt), f"client {self.number}: more than the prompt"
+        assert self.how == LEFT or self._counted != self.at, (
+            f"client {self.number}: `deliver_cached` was called twice"
+        )
+        assert num_tokens <= len(self.plan.prompt), (
+            f"client {self.number}: more cached tokens than prompt tokens"
+        )
         self._counted = self.at
 
     def _is_expected(self, choice: int, position: int) -> bool:

@@ -103,7 +103,9 @@ def _numbers(text: str | None, name: str, there: Sequence[int]) -> list[int] | N
         raise WrongOptions(f"--{name} {text!r}: expected numbers like 0,3,7, or none") from None
     strange = [number for number in numbers if number not in there]
     if strange:
-        raise WrongOptions(f"--{name}: {strange[0]} is not in 0 to {len(there) - 1}")
+        raise WrongOptions(
+            f"--{name}: expected numbers from 0 to {len(there) - 1}, not {strange[0]}"
+        )
     return numbers
 
 

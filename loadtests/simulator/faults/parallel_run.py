@@ -97,7 +97,9 @@ class RunRecord:
             try:
                 batch = _batch_of(json.loads(line))
             except (ValueError, TypeError, KeyError):
-                raise BadRecord(f"{self._path}:{number}: not a line of a --record file") from None
+                raise BadRecord(
+                    f"{self._path}:{number}: expected a line that --record wrote; give another file"
+                ) from None
             if batch.first >= seeds.start and batch.seeds.stop <= seeds.stop:
                 batches.append(batch)
         if cut:

@@ -92,7 +92,9 @@ def read_timing(path: Path) -> Timing:
         raise BadTiming(f"{path}: not YAML ({str(error).splitlines()[0]})") from None
     names = [each.name for each in fields(Timing)]
     if not isinstance(given, dict) or not given:
-        raise BadTiming(f"{path}: expected lines like name: number, with {', '.join(names)}")
+        raise BadTiming(
+            f"{path}: expected lines like `NAME: NUMBER`, where NAME is one of {', '.join(names)}"
+        )
     return Timing(**{str(name): _number(path, name, value, names) for name, value in given.items()})
 
 

@@ -123,7 +123,7 @@ def _loads(options: Options) -> Mapping[str, tuple[Sequence[Prompt], float]]:
                 f"not {getattr(options, name):g}"
             )
     if not options.trace:
-        raise ValueError("name a Mooncake trace; see --help")
+        raise ValueError("no trace given: give the path of a Mooncake trace")
     rows = read_trace(Path(options.trace))[: options.requests or None]
     if not any(row.blocks for row in rows) or rows[-1].at <= 0:
         raise ValueError(
@@ -131,7 +131,9 @@ def _loads(options: Options) -> Mapping[str, tuple[Sequence[Prompt], float]]:
         )
     longest = max(row.input_len for row in rows)
     if longest > options.blocks * TRACE_BLOCK:
-        raise ValueError(f"--blocks is too small for a prompt of {longest} tokens")
+        raise ValueError(
+            f"--blocks ({options.blocks}) is too small for a prompt of {longest} tokens: raise it"
+        )
     shared = prompts_of(rows)
     return {
         "shared": (shared, options.load),

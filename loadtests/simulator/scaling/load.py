@@ -80,9 +80,12 @@ def _check(arriving: Arriving, serving: Serving) -> None:
     for record, names in ((arriving, curve), (serving, ("most", "busy", *sizes))):
         for name in names:
             if not 0 < getattr(record, name) < math.inf:
-                raise WrongOptions(f"--{name.replace('_', '-')} must be above 0")
+                raise WrongOptions(
+                    f"--{name.replace('_', '-')} must be above 0 and finite, "
+                    f"not {getattr(record, name):g}"
+                )
     if arriving.low > arriving.high:
-        raise WrongOptions("--low must not be above --high")
+        raise WrongOptions(f"--low ({arriving.low:g}) must not be above --high ({arriving.high:g})")
     delays = (serving.cold_start, serving.promised, arriving.seed)
     if not all(0 <= each < 2**63 for each in delays):
         raise WrongOptions("--cold-start, --promised and --seed must not be negative")
@@ -91,7 +94,7 @@ def _check(arriving: Arriving, serving: Serving) -> None:
     if bool(serving.prefill) != bool(serving.decode):
         raise WrongOptions("--prefill and --decode must be given together")
     if not (serving.mixed or serving.prefill):
-        raise WrongOptions("there must be a worker: give --mixed, or --prefill and --decode")
+        raise WrongOptions("there are no workers: give --mixed, or --prefill and --decode")
     if serving.compare and serving.prefill:
         raise WrongOptions("--compare works with --mixed only, not with --prefill and --decode")
     _check_cells(serving)
@@ -100,9 +103,14 @@ def _check(arriving: Arriving, serving: Serving) -> None:
 def _check_cells(serving: Serving) -> None:
     workers = (serving.mixed, serving.prefill, serving.decode)
     if serving.cells < 1 or any(count % serving.cells for count in workers):
-        raise WrongOptions("--cells must be at least 1 and divide the number of workers of a role")
+        raise WrongOptions(
+            f"--cells ({serving.cells}) must be at least 1, and divide the number of workers of "
+            "each role"
+        )
     if serving.cells > 1 and (serving.scaler != "static" or serving.page or serving.compare):
-        raise WrongOptions("--cells needs `--scaler static` and neither --page nor --compare")
+        raise WrongOptions(
+            "--cells above 1 needs `--scaler static`, and cannot be used with --page or --compare"
+        )
 
 
 def load_of(arriving: Arriving) -> list[Planned]:

@@ -92,11 +92,17 @@ def measure(overload: Overload) -> dict[str, object]:
     """Return the figures of all simulations and the missed goals. Raises ValueError."""
     numbers = (overload.max_sequences, overload.max_batched_tokens, overload.workers)
     if min(*numbers, overload.tries, overload.seed + 1) < 1:
-        raise ValueError("the numbers must be at least 1, and --seed must not be negative")
+        raise ValueError(
+            "--workers, --max-sequences, --max-batched-tokens and --tries must be at least 1, and "
+            "--seed at least 0"
+        )
     if not all(0 < each < math.inf for each in (overload.seconds, overload.max_wait)):
-        raise ValueError("--seconds and --max-wait must be above 0")
+        raise ValueError(
+            f"--seconds ({overload.seconds:g}) and --max-wait ({overload.max_wait:g}) must be "
+            "above 0 and finite"
+        )
     if not 1 <= overload.factor < math.inf:
-        raise ValueError("--factor must be at least 1")
+        raise ValueError(f"--factor must be at least 1 and finite, not {overload.factor:g}")
     rate, capacity = find_capacity(overload)
     tenth = rate / NUM_TENANTS
     above = run(overload, [("", rate * overload.factor)])

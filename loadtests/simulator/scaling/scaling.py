@@ -118,7 +118,7 @@ def cases(loads: Loads) -> list[Case]:
         found.append(Case("wave", drawn, of_peak=0.65))
         found.append(Case("steps", replace(drawn, shape="steps")))
     if not found:
-        raise WrongOptions("no load: give a trace or --wave")
+        raise WrongOptions("no load is chosen: give a trace or --wave")
     return found
 
 
@@ -173,7 +173,9 @@ def _cold_starts(text: str) -> list[float]:
     except ValueError:
         found = []
     if not found or not all(0 <= seconds <= 3600 for seconds in found):
-        raise WrongOptions("--cold-starts: give seconds from 0 to 3600, like 1,30,300")
+        raise WrongOptions(
+            f"--cold-starts {text!r}: expected seconds from 0 to 3600, such as 1,30,300"
+        )
     return found
 
 

@@ -245,7 +245,7 @@ class StepRunner:
             plan = self._plan(start)
             assert plan is not None, "quiet steps ended early"
             output = self._compute(plan)
-            assert output.keys == first.keys, "quiet steps are not all of the same sequences"
+            assert output.keys == first.keys, "quiet steps do not all have the same sequences"
             drawn[index] = output.tokens
         return drawn
 

@@ -73,5 +73,5 @@ def test_cells_are_named_and_an_unknown_name_is_refused() -> None:
     assert len({cell.name for cell in CELLS}) == len(CELLS)
     assert scheduler.Options().chosen == list(CELLS)
     assert [cell.name for cell in scheduler.Options(cells=("decode 1",)).chosen] == ["decode 1"]
-    with pytest.raises(MeasurementFailed, match="no cell 'x'"):
+    with pytest.raises(MeasurementFailed, match="unknown cell 'x'"):
         _ = scheduler.Options(cells=("x",)).chosen

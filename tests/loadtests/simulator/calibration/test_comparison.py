@@ -145,7 +145,7 @@ def test_operators_address_follows_from_the_clients_address() -> None:
     [
         ([], "--timing FILE"),
         (["--timing", "none.yaml"], "No such file"),
-        (["--keep", "0"], "--keep must be above 0"),
+        (["--keep", "0"], "must be above 0 and at most 1"),
         (["ftp://x"], "expected grpc:// or http"),
     ],
 )

@@ -58,7 +58,7 @@ def test_an_invalid_line_in_a_record_is_refused(
     RunRecord(path).add(batch(0, 50))
     with path.open("a") as out:
         out.write(f"{line}\n")
-    with pytest.raises(BadRecord, match=":2: not a line of a --record file"):
+    with pytest.raises(BadRecord, match=":2: expected a line that --record wrote"):
         RunRecord(path).read(range(100))
     assert main(["simulate", "faults", "--record", str(path)]) == 2
     assert capsys.readouterr().err.count("\n") == 1

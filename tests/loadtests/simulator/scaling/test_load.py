@@ -169,8 +169,8 @@ def test_figures_of_an_empty_load() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "expected lines like name: number, with launch, token"),
-        ("- 1", "expected lines like name: number, with launch, token"),
+        ("", "expected lines like `NAME: NUMBER`, where NAME is one of launch, token"),
+        ("- 1", "expected lines like `NAME: NUMBER`, where NAME is one of launch, token"),
         ("token: [", "not YAML"),
         ("tokens: 1", "unknown name 'tokens'"),
         ("token: -1", "token must be a finite number of at least 0, not -1"),
@@ -196,10 +196,10 @@ def test_an_invalid_timing_file_is_refused(
     [
         (["--high", "0"], "--high must be above 0"),
         (["--busy", "0"], "--busy must be above 0"),
-        (["--low", "9"], "--low must not be above --high"),
+        (["--low", "9"], "must not be above --high"),
         (["--cold-start", "-1"], "--cold-start, --promised and --seed must not be negative"),
         (["--promised", "-1"], "--cold-start, --promised and --seed must not be negative"),
-        (["--mixed", "0"], "there must be a worker"),
+        (["--mixed", "0"], "there are no workers"),
         (["--prefill", "1"], "--prefill and --decode must be given together"),
         (["--compare", "--prefill=1", "--decode=1"], "--compare works with --mixed only"),
         (["--input-len", "many"], "invalid length 'many'"),
