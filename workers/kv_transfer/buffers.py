@@ -12,12 +12,12 @@ NUM_BUFFERS = 8
 """Buffers per rank and direction."""
 
 BUFFER_BYTES = {"nccl": 32 << 20, "gloo": 8 << 20}
-"""Size of a buffer for each backend. It bounds the size of messages, unless one block of one layer
+"""Size of a buffer for each backend. A message fits into one buffer, unless one block of one layer
 is larger. With gloo, a message stays in the CPU's cache while it is gathered, hashed and sent."""
 
 MAX_PER_PAIR = 2
-"""Buffers that one rank pair may use at once: one is in transit while the other is copied. The
-limit keeps buffers free for other pairs if a peer stalls."""
+"""Number of buffers that one rank pair may use at the same time: one is in transit while the other
+is copied. The limit keeps buffers free for other pairs if a peer stalls."""
 
 COMMUNICATOR_BYTES = 32 << 20
 """Estimated memory of a rank pair's NCCL communicator on a GPU: `PAIR_CHANNELS` channels of about 7
@@ -27,7 +27,7 @@ User = TypeVar("User")
 
 
 def reserved_bytes() -> int:
-    """Return the bytes that KV transfers need on a GPU: for buffers and for communicators."""
+    """Return the bytes of GPU memory that KV transfers need, for buffers and communicators."""
     return 2 * NUM_BUFFERS * BUFFER_BYTES["nccl"] + 2 * MAX_PEERS * COMMUNICATOR_BYTES
 
 
@@ -72,7 +72,7 @@ class BufferRing(Generic[User]):
         self._free.append(buffer)
 
     def discard(self, user: User) -> None:
-        """Give up a buffer to which a failed operation may still write; allow a new buffer."""
+        """Stop using a buffer to which a failed operation may still write; allow a new buffer."""
         self._release(user)
         self._num_new += 1
 

@@ -154,7 +154,8 @@ class KvTransfer:
             else:
                 await self.sender.send(peer, outgoing, self._unpin(session, command))
         except Exception as error:
-            # The destination may still expect data, so the router must end the transfer there.
+            # The destination may still expect data, so the router must end the transfer at the
+            # destination.
             log.warning("KV transfer %d to worker %s failed: %s", command.epoch, to.worker, error)
             failed = wire.Failed(
                 request=command.request,

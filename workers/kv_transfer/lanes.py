@@ -1,6 +1,7 @@
-"""Device work of KV transfers: one CUDA stream (lane) per direction. On a CPU, work runs at once.
+"""Device work of KV transfers: one CUDA stream (lane) per direction; none on a CPU.
 
-No function here waits for the device. `Lane.mark` returns an object that can be polled.
+On a CPU, work runs immediately. No function here waits for the device. `Lane.mark` returns an
+object that can be polled.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -17,21 +18,21 @@ class Waitable(Protocol):
 
 
 class Lane:
-    """A queue of device work for one direction. This base class is for a CPU: work runs at once."""
+    """A queue of device work for one direction. This class is for CPUs: work runs immediately."""
 
     def computing(self) -> AbstractContextManager[object]:
         """Return a context in which kernels are launched in this lane."""
         return nullcontext()
 
     def position(self) -> Waitable:
-        """Return a mark for the work launched so far in the calling thread's current stream."""
+        """Return a mark that is reached after the work so far in the thread's current stream."""
         return REACHED
 
     def follow(self, position: Waitable) -> None:
         """Delay work that is launched later in this lane until `position` is reached."""
 
     def mark(self) -> Waitable:
-        """Return a mark for the work launched so far in this lane."""
+        """Return a mark that is reached after the work launched so far in this lane."""
         return REACHED
 
     def to_host(self, tensor: Tensor) -> Tensor:

@@ -90,7 +90,7 @@ class MoverThread:
 
 
 def _advance(running: _Running) -> bool:
-    """Resume a task as often as it is ready; return whether it was resumed."""
+    """Resume a task repeatedly while it is ready; return whether it was resumed."""
     moved = False
     try:
         while True:

@@ -126,7 +126,7 @@ class PeerChannel:
     async def send(
         self, outgoing: OutgoingTransfer, message_bytes: int, on_read: Callable[[], None]
     ) -> None:
-        """Send a transfer; always call `on_read` when all ranks have stopped reading the blocks.
+        """Send a transfer; call `on_read`, also on failure, when no rank reads the blocks any more.
 
         Raises:
             PairBroken: The connection failed; the destination may still expect the transfer.

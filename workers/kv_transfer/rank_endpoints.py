@@ -51,7 +51,8 @@ class RankEndpoints:
         self.shape = movers.own.shape
         self.backend = movers.own.backend
         self.rectangles = [mover.rectangle for mover in movers.all]
-        # Called with rank and epoch when a rank has drained an epoch. `KvReceiver` sets it.
+        # Callback, set by `KvReceiver`: called with (rank, epoch) when the rank has stopped writing
+        # the blocks of the epoch.
         self.on_drained: Callable[[int, int], None] = lambda rank, epoch: None
         self._movers = movers.all
         self._ids = count(1)
@@ -59,7 +60,7 @@ class RankEndpoints:
         loop = asyncio.get_running_loop()
 
         def forward_report(rank: int, report: wire.Report) -> None:
-            with suppress(RuntimeError):  # RuntimeError means that the event loop is closed
+            with suppress(RuntimeError):  # raised if the event loop is closed
                 loop.call_soon_threadsafe(self._dispatch_report, rank, report)
 
         for rank, mover in enumerate(self._movers):
@@ -96,7 +97,7 @@ class RankEndpoints:
 def check_peer(
     endpoints: RankEndpoints, peer: transfer_pb2.Introduction | transfer_pb2.Accepted
 ) -> str:
-    """Return why blocks cannot be exchanged with the ranks of `peer`; empty if they can."""
+    """Return why blocks cannot be exchanged with the ranks of `peer`; empty if it is possible."""
     if not 0 < len(peer.ranks) <= MAX_RANKS or not peer.block_size:
         return (
             f"{len(peer.ranks)} ranks with a block size of {peer.block_size}: expected 1 to "

@@ -2,7 +2,7 @@
 
 Rank 0 plans the moves and sends each rank its own moves; a move is for one endpoint of a rank pair.
 Received bytes are first verified in a staging buffer, then copied into blocks. If the epoch of the
-transfer has been closed for writing in the meantime, the bytes are discarded.
+transfer is closed for writing before the copy, the bytes are discarded.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ class RankMover:
         return ""
 
     def _receive(self, end: _Endpoint, piece: wire.Piece, gate: WriteGate) -> Moving:
-        """Receive a piece. If it is valid, copy it into its blocks; else return the problem."""
+        """Receive a piece. Copy a valid piece into its blocks; otherwise return the problem."""
         num_bytes = self._num_bytes(piece)
         buffer = yield from _take(self._received, end)
         operation = None
@@ -244,7 +244,7 @@ class RankMover:
                 found = self._incoming.to_host(inspect(message, num_bytes))
             yield self._incoming.mark()
             problem = verify(found.tolist(), piece.epoch, piece.index)
-            # If the epoch has been closed for writing in the meantime, discard the bytes.
+            # If the epoch was closed for writing while the bytes were received, discard the bytes.
             if not problem and gate.enter():
                 yield from self._write(piece, message[:num_bytes], gate)
         except BaseException:
@@ -254,7 +254,7 @@ class RankMover:
         return problem
 
     def _write(self, piece: wire.Piece, data: torch.Tensor, gate: WriteGate) -> Task:
-        """Copy verified data into its blocks, then leave the write gate."""
+        """Copy verified data into its blocks, then leave the write gate of the epoch."""
         try:
             with self._incoming.computing():
                 self._staging.scatter(blocks_in(piece), shard_of(piece), data, piece.unit)
@@ -285,7 +285,7 @@ def _take(ring: BufferRing[_Endpoint], end: _Endpoint) -> Generator[Waitable, No
 def _drop(
     ring: BufferRing[_Endpoint], end: _Endpoint, buffer: torch.Tensor, started: Operation | None
 ) -> None:
-    """Return a failed task's buffer to the ring; replace it if it may still be in use."""
+    """Return a failed task's buffer to the ring, or discard it if it may still be in use."""
     if started is None and buffer.device.type == "cpu":
         ring.give_back(end, buffer)
     else:

@@ -47,7 +47,7 @@ class KvSender:
     async def send(
         self, peer: Peer, outgoing: OutgoingTransfer, on_read: Callable[[], None]
     ) -> None:
-        """Send a transfer; always call `on_read` when all ranks have stopped reading the blocks.
+        """Send a transfer; call `on_read`, also on failure, when no rank reads the blocks any more.
 
         Raises:
             PairBroken: The connection failed; the destination may still expect the transfer.
@@ -66,7 +66,7 @@ class KvSender:
     def set_peers(self, stream: object, peers: Sequence[Peer]) -> None:
         """Replace the peers that a router's stream listed, and start to connect to the new ones.
 
-        If a peer does not answer, log this and try again later.
+        If a peer does not answer, log the failure and try again later.
         """
         self._table.set_peers(
             stream, [each for each in peers if each.worker != self._identity.worker]

@@ -1,10 +1,10 @@
 """Geometry of KV transfers: which rank sends which layers, heads and positions. No tensors, no I/O.
 
 A rank holds a rectangle (layers x KV heads) of a sequence's KV, for all positions. MLA counts as
-one head as wide as a cache row. A transfer is planned as the list of non-empty intersections of
-source and destination rectangles; each intersection is split into messages of a few megabytes. If
-the block sizes of source and destination differ, blocks are sent in units. The size of a unit is
-the greatest common divisor of the two block sizes.
+one head as wide as a cache row. A transfer consists of the non-empty intersections of source and
+destination rectangles. Each intersection is split into messages of a few megabytes. If the block
+sizes of source and destination differ, blocks are sent in units. The size of a unit is the greatest
+common divisor of the two block sizes.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -73,7 +73,7 @@ class BlockShape:
         return shard.num_blocks(self.block_size) * shard.rectangle.area * self.bytes_per_head
 
     def max_bytes(self, rectangle: LayerHeadRange, message_bytes: int) -> int:
-        """Return the size of the largest message when a rectangle is split at `message_bytes`.
+        """Return the size of the largest message if a rectangle is split at `message_bytes`.
 
         This size exceeds `message_bytes` if a single block of a single layer does.
         """

@@ -111,9 +111,10 @@ class KvStaging:
         """Split the cache's blocks into units.
 
         Returns:
-            Three items: for each of the cache's `slot_views`, a view [layers, sides, blocks, heads,
-            units per block, unit, n]; for each unit of the message, its block, [units] int64; and
-            for each unit, its index within the block, [units] int64.
+            Three items. The first has, for each of the cache's `slot_views`, a view [layers, sides,
+            blocks, heads, units per block, unit, n]. The second is the block of each unit of the
+            message, [units] int64. The third is the index of each unit within its block, [units]
+            int64.
         """
         block_size = self.shape.block_size
         first = shard.start % block_size // unit

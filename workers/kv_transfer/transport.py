@@ -86,8 +86,9 @@ class Operation:
     """A send or receive in progress.
 
     Args:
-        polls: True: `ready` asks the backend. False: the pair's thread calls `wait_for_backend`.
-        is_over: Returns whether the pair has ended; the operation can then not complete any more.
+        polls: True: `ready` polls the backend. False: the pair's thread calls `wait_for_backend`.
+        is_over: Returns True if the pair has ended; the operation then fails if it has not
+            completed.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class Operation:
         return self._done
 
     def check(self) -> None:
-        """Raise `PairBroken` if the operation has failed. Call this once it is ready."""
+        """Raise `PairBroken` if the operation has failed. Call this after `ready` is True."""
         if self._error:
             raise PairBroken(self._error)
 
@@ -129,7 +130,8 @@ class Operation:
             self._fail(first_sentence(error))
             return
         if completed:
-            self.wait_for_backend()  # returns at once; raises the error if the operation failed
+            # returns immediately; records the error if the operation failed
+            self.wait_for_backend()
         elif time.monotonic() >= self._deadline:
             self._fail(
                 f"Timed out after {self._seconds:g} s: the peer did not transfer the message"

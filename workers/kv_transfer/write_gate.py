@@ -5,7 +5,11 @@ from collections.abc import Callable
 
 
 class WriteGate:
-    """Admits writers to a transfer's blocks until `close`, then reports when all have left."""
+    """Counts the writers to a transfer's blocks; after `close`, admits no new writer.
+
+    When the last writer has left a closed gate, the gate calls the function that `close` was
+    given.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -45,8 +49,8 @@ class WriteGates:
     """The gates of one rank, by epoch. The methods must be called from one thread.
 
     An epoch that has been drained stays closed. Epochs are numbered from 1, and in the end every
-    epoch is drained. The set of drained epochs therefore stays small: it holds only epochs after
-    the first one that is not drained.
+    epoch is drained. The set of drained epochs therefore stays small: it contains only drained
+    epochs whose number is above that of the first undrained epoch.
     """
 
     def __init__(self) -> None:

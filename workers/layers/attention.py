@@ -22,8 +22,9 @@ class StepInputs:
     """Inputs that all layers share in one step of T tokens; the model runner builds them."""
 
     positions: Tensor  # [T]
-    cos_sin: tuple[Tensor, ...]  # the T tokens' rows of each rotary table, [T, 2, R]
-    cache_rows: Tensor  # result of `slot_rows`: cache rows for this step's keys and values
+    # for each rotary table, the rows (cosines and sines) of the T tokens, [T, 2, R]
+    cos_sin: tuple[Tensor, ...]
+    cache_rows: Tensor  # cache rows for the step's keys and values, from `slot_rows`
     plans: dict[int, AttentionPlan]  # attention plan per window size; empty for MLA
     latent: MlaPlan | CpuPagedPlan | None  # attention plan for MLA; None for other attention
 
@@ -44,7 +45,7 @@ class Attention:
     rotary: int | None  # index of the rotary table; None: no rotary embedding
     interleaved: bool  # rotary pairs: adjacent features if True, half a head apart if False
     clip: float  # queries, keys and values are clamped to [-clip, clip]; 0: no clamp
-    # adds rounded ALiBi biases (Falcon); None: the model has no such biases
+    # Adds rounded ALiBi biases (Falcon). None: the model has no rounded biases.
     biases: CachedAlibiBias | None
 
     def __call__(self, x: Tensor, step: StepInputs, layer: Tensor) -> Tensor:

@@ -8,11 +8,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class CachedAlibiBias:
-    """Adds the bias bfloat16(slope * j) to a head's score of position j, through the key.
+    """Adds the bias bfloat16(slope * j) to a head's score of position j, by extending the key.
 
-    The bias is stored as an extra feature of the key, and the query has a 1 in this feature, so
-    the plain dot product includes the bias. The bias is exact in caches of any floating dtype of at
-    least 16 bits, except for biases above float16's maximum (65,504) in a float16 cache.
+    The bias is stored as an extra feature of the key, and the query has a 1 in this feature, so the
+    plain dot product includes the bias. The bias is exact in caches of any floating dtype of at
+    least 16 bits, except that a float16 cache cannot store biases above 65,504.
     """
 
     slopes: Tensor  # [H] bfloat16; there are as many KV heads as query heads

@@ -19,9 +19,9 @@ from penstock.workers.layers.norm import Norm
 class DecoderLayer:
     """Attention and feed-forward; the output of each is added to the residual stream.
 
-    The model family determines the norms before and after attention and feed-forward. With
-    `parallel`, attention and feed-forward read the same hidden states; a feed-forward without a
-    norm of its own then reads the output of `attention_norm`.
+    The model family determines the norms before and after attention and feed-forward. If `parallel`
+    is True, attention and feed-forward read the same hidden states. In this case, if `mlp_norm` is
+    None, the feed-forward layer reads the output of `attention_norm`.
     """
 
     attention_norm: Norm | None

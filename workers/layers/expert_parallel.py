@@ -10,8 +10,8 @@ adds its slice of the shared expert. An all-reduce sums the results of the ranks
 A rank does not need to know how many choices other ranks have. The host therefore reads nothing
 from the device, and a CUDA graph can capture the layer. Ranks with the same experts form a group;
 each rank of a group has a slice of the intermediate features of all experts of the group. A rank
-sums a token's results in the order of the token's choices. The all-reduce over ranks is the same as
-in other divided layers.
+sums a token's results in the order of the token's choices. The all-reduce over ranks is the same
+one as in other layers that are divided among ranks.
 """
 
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ class ExpertParallelMoE:
     stage: ProcessGroup
     load: Tensor  # [E] int64: number of tokens for which each expert was chosen since the start
     grouped: ExpertWeights | None = None  # this rank's experts; see `MoE.grouped`
-    # True: with `grouped`, a token's result does not depend on the batch
+    # True: if `grouped` is used, a token's result does not depend on the batch
     batch_invariant: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -69,5 +69,5 @@ class ExpertParallelMoE:
         if chosen.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return
         ones = self.load.new_ones(1).expand(chosen.numel())
-        # `bincount` would do the same, but would wait for the device
+        # `bincount` would give the same counts, but would wait for the device
         self.load.index_add_(0, chosen.flatten(), ones)

@@ -52,10 +52,10 @@ class FloatStackMethod:
 class ExpertStack:
     """One projection of a layer, for all experts on this rank."""
 
-    weight: Tensor | None  # [E, in, out]; None: freed after packing, which copies the weights
+    weight: Tensor | None  # [E, in, out]; None after packing, which copies the weights
     bias: Tensor | None  # [E, out]
     linears: tuple[Linear, ...]  # one layer per expert
-    is_grouped: bool = False  # True: one kernel computes all experts, from `weight`
+    is_grouped: bool = False  # True: one kernel computes all experts and reads `weight`
     method: StackMethod = field(default_factory=FloatStackMethod)
 
     def parameters(self, name: str) -> dict[str, Parameter]:

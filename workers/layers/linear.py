@@ -26,7 +26,7 @@ from penstock.workers.parallel.collectives import ProcessGroup
 
 
 class PackingOptions(Protocol):
-    """Options of a model that linear methods need when they finish a layer: see `Packer`."""
+    """Options of a model that linear methods read when they finish a layer; see `Packer`."""
 
     @property
     def deterministic(self) -> bool: ...
@@ -104,13 +104,13 @@ FLOAT = FloatMethod()
 class Linear:
     """The layer y = x Wᵀ + b. Projections of the same x are fused by concatenating rows of W."""
 
-    # [sum(sizes), in]; on device `meta` until allocated, and empty once `packed` replaces it
+    # [sum(sizes), in]; on device `meta` until allocated, and empty once `packed` replaces `weight`
     weight: Tensor
     bias: Tensor | None  # [sum(sizes)]
     sizes: tuple[int, ...]  # number of outputs of each projection
     packed: PackedLinear | None = None  # the loaded weights, rearranged for a faster kernel
     device: torch.device | None = None  # device of the weights once they are allocated
-    row_order: Tensor | None = None  # [sum(sizes)] the checkpoint's row for each row of `weight`
+    row_order: Tensor | None = None  # [sum(sizes)] row of the checkpoint for each row of `weight`
     method: LinearMethod = FLOAT  # how the weights are stored, loaded and multiplied
 
     def __call__(self, x: Tensor) -> Tensor:

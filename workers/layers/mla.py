@@ -28,8 +28,8 @@ class LatentAttention:
     R compressed features, followed by P features with rotary embedding, for all heads together.
     """
 
-    # The first outputs are the query's latent, or all query heads if `query_up` is None.
-    # The other R + P outputs are a cache row.
+    # Projects x. The first outputs are the query's latent, or all query heads if `query_up` is
+    # None. The other R + P outputs are a cache row.
     down: Linear
     query_norm: Norm | None
     query_up: Linear | None
@@ -43,7 +43,9 @@ class LatentAttention:
     interleaved: bool
     scale: float
     packed_up: tuple[list[PackedLinear], list[PackedLinear]] | None = (
-        None  # key part and value part of `up`, one layer per head; passed to `mla_attention_cpu`
+        # The key part and the value part of `up`, each as one layer per head; passed to
+        # `mla_attention_cpu`.
+        None
     )
 
     @property

@@ -28,7 +28,7 @@ STEP_GRAPH_GATES: dict[Callable[[Tensor], Tensor], str] = {
 class Mlp:
     """Feed-forward layer. A gated activation maps the output of `gate_up` to act(gate) * up."""
 
-    gate_up: Linear  # gate and up projections; without a gate, only the up projection
+    gate_up: Linear  # the gate and up projections; only the up projection if there is no gate
     down: Linear | RowParallelLinear
     activation: Callable[[Tensor], Tensor]
 

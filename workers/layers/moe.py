@@ -55,7 +55,7 @@ class MoE:
     grouped: ExpertWeights | None = (
         None  # weights of `experts`, for the GPU kernel that runs all experts in one launch
     )
-    # True: with `grouped`, a token's result does not depend on the batch
+    # True: if `grouped` is used, a token's result does not depend on the batch
     batch_invariant: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -75,8 +75,8 @@ class MoE:
         weights = graph.scratch("expert weights", routing.top_k)
         self.router.lower_unpacked(graph, x, logits)
         graph.topk_softmax(logits, layout, routing.normalise, weights)
-        # The shared expert comes before the routed experts, so that threads that wait for the
-        # routing prefetch the shared expert's weights.
+        # The shared expert is computed before the routed experts. Threads that wait for the routing
+        # can then prefetch the shared expert's weights.
         shared, gate = (None, None) if self.shared is None else self.shared.lower(graph, x)
         rows = graph.scratch("expert inputs", x.width, layout)
         made = graph.scratch("expert outputs", out.width, layout)
@@ -87,7 +87,7 @@ class MoE:
     def _lower_experts(
         self, graph: GraphBuilder, x: Buffer, out: Buffer, layout: ExpertLayout
     ) -> None:
-        """Append `out = expert(x)` for each expert's rows: same operations as in `Mlp.lower`."""
+        """Append `out = expert(x)` for each expert's rows, with the operations of `Mlp.lower`."""
         first = self.experts[0]
         width = sum(first.gate_up.sizes)
         both = graph.scratch("gate and up", width, layout)
@@ -118,8 +118,8 @@ def run_experts(
         x: [T, hidden].
         chosen: [T, k] numbers of the chosen experts, counted from the layer's first expert.
         weights: [T, k] their weights.
-        num_divided: number of experts of all ranks, if `layer` has only some of the experts.
-            Choices of experts that `layer` does not have add nothing.
+        num_divided: number of experts of all ranks, if `layer` has only some of them. Choices of
+            experts that `layer` does not have add nothing to the sum.
     """
     if layer.grouped is not None:
         return grouped_moe_forward(

@@ -32,13 +32,13 @@ class OnlineMethod(FloatMethod):
     the rows and keeps its own inputs. The codes, scales and zero points are therefore equal for any
     number of ranks.
 
-    INT8 weights use INT8 products, which quantize activations as well. So do 4-bit weights on a CPU
-    with VNNI. All other products are weight-only.
+    INT8 weights use INT8 products, which quantize activations as well. On a CPU with VNNI, 4-bit
+    weights use such products too. All other products are weight-only.
 
     Args:
         form: the form of quantization; see `quantize_weight`.
-        inputs: the range of inputs that this rank keeps; None keeps all inputs. With a range,
-            `linear.weight` must have all inputs.
+        inputs: the range of inputs that this rank keeps; None keeps all inputs. If a range is
+            given, `linear.weight` must have all inputs.
     """
 
     def __init__(self, form: WeightForm, inputs: tuple[int, int] | None = None) -> None:
@@ -77,7 +77,8 @@ def pack_codes(linear: Linear, matrix: QuantizedMatrix) -> None:
     if matrix.kind == "int8" and not int8_unsupported_reason(device, dtype):
         linear.packed = pack_int8_matrix(matrix, linear.bias)
     else:
-        # Rounding to 4 bits has ten times the error of INT8 activations (`cpu_packed_int4`).
+        # INT8 activations add little error: rounding the weights to 4 bits has ten times the error
+        # (`cpu_packed_int4`).
         linear.packed = pack_quantized(matrix, linear.bias, dtype, int8_activations=True)
     linear.weight = torch.empty(0, matrix.shape[1], dtype=dtype, device=device)
 

@@ -24,7 +24,7 @@ MIN_WEIGHTS = 1 << 14
 """Smallest number of weights for which packing pays off."""
 
 MEMORY_FRACTION = 0.125
-"""Largest share of the available memory that a second copy of the weights may take."""
+"""Largest fraction of the available memory that a second copy of the weights may take."""
 
 
 def weight_form(quantization: str) -> WeightForm | None:
@@ -43,7 +43,7 @@ def check_quantization(
 
 
 def not_deterministic(what: str, device: torch.device, dtype: torch.dtype) -> ValueError:
-    """Return the error for layers (`what`) that are not batch-invariant on this device."""
+    """Return the error that layers of kind `what` are not batch-invariant on this device."""
     return ValueError(
         f"deterministic mode is not available: {what} need a CPU with AVX-512, numba and dtype "
         f"float32 in this mode; the device is {device.type}, and the dtype is "

@@ -35,7 +35,7 @@ class Parameter:
     region: Region | None = None  # part of the file's tensor to load; None: see `sharding.regions`
     # other shapes that the same items may have in the file
     alternatives: tuple[tuple[int, ...], ...] = ()
-    pieces: tuple[Piece, ...] = ()  # if set, these are loaded in turn, and `data` is unused
+    pieces: tuple[Piece, ...] = ()  # if set, loaded one after another; `data` is unused
 
     @property
     def num_items(self) -> int:

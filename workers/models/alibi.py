@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class AlibiSpec:
-    """Slope of each query head: the score decreases by the slope per position of distance.
+    """Slope of each query head: for each position of distance, the score decreases by the slope.
 
     With `rounded` (Falcon), bfloat16(slope * j) is added to the score of position j before scores
     are scaled. Because of the rounding, results differ slightly from those with exact biases.

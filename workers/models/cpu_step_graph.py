@@ -20,7 +20,8 @@ from penstock.workers.rank.kv_cache import KvCache
 from penstock.workers.scheduling.sequence import Ints, StepPlan
 
 MAX_ROWS = 128
-"""Maximum number of tokens of a step. In larger steps, a graph saves hardly any time."""
+"""Maximum number of tokens of a step that runs as a graph. In larger steps, a graph saves hardly
+any time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ def build_cpu_step_graph(decoder: Model, cache: KvCache) -> DecodeStepGraph | No
     device = cache.data.device
     if not isinstance(decoder, Decoder) or device.type != "cpu" or runs_kernels(device):
         return None
-    if decoder.embedding_norm is not None:  # `DecodeStepGraph.run` does not apply the norm
+    if decoder.embedding_norm is not None:  # `DecodeStepGraph.run` cannot apply this norm
         return None
     try:
         graph = GraphBuilder(MAX_ROWS, cache.data)

@@ -34,7 +34,7 @@ class DecoderBuffers:
     """Inputs and outputs of a decoder's CPU step graph."""
 
     hidden: Buffer  # input: the embeddings. The layers then update this buffer.
-    angles: tuple[Buffer, ...]  # inputs: for each rotary table, cosines and sines of positions
+    angles: tuple[Buffer, ...]  # inputs: cosines and sines of the positions, per rotary table
     # output: logits before the soft cap; None if the graph does not contain the head
     logits: Buffer | None
 
@@ -55,7 +55,7 @@ class Decoder:
     head: Linear | None  # None except on the last stage. The weight of a tied head is `embeddings`.
     rotaries: tuple[Rotary, ...]  # rotary tables; layers refer to a table by its index
     ranks: ParallelGroups
-    linear_methods: str = "float"  # names of all linear methods in the model; see `layout_of`
+    linear_methods: str = "float"  # names of all linear methods of the model; see `layout_of`
 
     def __call__(self, tokens: Tensor, step: StepInputs, cache: Tensor) -> Tensor:
         """Run this stage's layers on T tokens and write their keys and values to the cache.
@@ -174,7 +174,7 @@ class Decoder:
     def linears(self) -> NamedLinears:
         """Yield every `Linear` with the names of its modules.
 
-        Stacked experts are left out, and so is a head that is tied to the embeddings.
+        Stacked experts, and a head that is tied to the embeddings, are left out.
         """
         if self.head is not None and not self.spec.tie_embeddings:
             yield (self.spec.names.head,), self.head

@@ -31,7 +31,7 @@ class RoutingSpec:
     """Parameters by which a token's experts are chosen."""
 
     method: str  # "greedy", "group_limited_greedy" or "noaux_tc"
-    scale: float  # the experts' weights are multiplied by this
+    scale: float  # factor of the experts' weights
     num_groups: int = 1  # number of groups of experts; 1 for "greedy"
     top_groups: int = 1  # number of groups from which a token's experts are chosen
 

@@ -40,7 +40,7 @@ def _usual_gpt_j(config: Config) -> dict[str, Any]:
     rotary_dim = config.get("rotary_dim", 64)
     sizes = (heads, hidden, rotary_dim)
     if all(type(size) is int and size > 0 for size in sizes) and hidden >= heads:
-        # Round up, so that int(head_dim * fraction) is `rotary_dim`, not `rotary_dim` - 1.
+        # Round the fraction up, so that int(head_dim * fraction) is `rotary_dim` and not one less.
         found["partial_rotary_factor"] = math.nextafter(rotary_dim / (hidden // heads), math.inf)
     return found | _four_times_as_wide(found)
 

@@ -46,7 +46,7 @@ class ExpertConfigKeys:
     shared_size: str | None = None
     layers: Callable[[Config], list[bool]] = sparse_layers
     clamped: bool = False  # gpt-oss: all experts in one tensor, with biases and a clamped gate
-    shared_count: str | None = None  # key with the number of shared experts (without gate)
+    shared_count: str | None = None  # key with the number of shared experts, which have no gate
     methods: tuple[str, ...] = ()  # DeepSeek: supported values of `topk_method`, default first
 
 
@@ -61,27 +61,27 @@ class Family:
     qk_norm: str = ""  # norm of queries and keys: "", "head" (per head), "whole" (over all heads)
     # "before", "after", "both" or "once" (attention and MLP share one norm)
     norm_position: str = "before"
-    parallel: bool = False  # attention and feed-forward read the same hidden states
+    parallel: bool = False  # whether attention and feed-forward read the same hidden states
     # QKV rows in the checkpoint are grouped: for each KV head, the query heads, the key, the value
     qkv_grouped: bool = False
-    gated: bool = True  # the feed-forward layer has a gate
+    gated: bool = True  # whether the feed-forward layer has a gate
     head_bias: bool = False
-    interleaved: bool = False  # rotary embedding rotates pairs of adjacent features
+    interleaved: bool = False  # whether rotary embedding rotates pairs of adjacent features
     # window of each layer, in positions; 0: no window
     windows: Callable[[Config], list[int]] = no_window
     head_dim: int | None = None  # default of `head_dim`; None: hidden_size / number of heads
     experts: ExpertConfigKeys | None = None
     # "rms", "layer", "layer_unbiased" or "rms_above_one" (multiplies by 1 + weight)
     norm_kind: str = "rms"
-    embedding_norm: bool = False  # a norm is applied to the embeddings
+    embedding_norm: bool = False  # whether a norm is applied to the embeddings
     # with a gate "silu" or "gelu_pytorch_tanh"; without a gate "gelu" or "gelu_new"
     activation: str = "silu"
     activation_key: str = "hidden_act"  # key of the activation in `config.json`
-    scaled_embeddings: bool = False  # embeddings are multiplied by sqrt(hidden_size)
+    scaled_embeddings: bool = False  # whether embeddings are multiplied by sqrt(hidden_size)
     sinks: bool = False  # attention sinks: each head's softmax has an extra learned score
     alibi: str = ""  # "exact" or "rounded": ALiBi replaces rotary embedding; "": no ALiBi
     clips: bool = False  # queries, keys and values are clamped to [-clip_qkv, clip_qkv]
-    # `config.json` has soft caps of scores and logits, and an attention scale
+    # whether `config.json` has soft caps of scores and logits, and an attention scale
     soft_caps: bool = False
     # default rope base of layers with a window; None: such layers have no base of their own
     local_theta: float | None = None
@@ -93,5 +93,5 @@ class Family:
     usual: Callable[[Config], dict[str, Any]] = nothing
     # function that returns the fields of `Family` that `config.json` overrides
     variant: Callable[[Config], dict[str, Any]] = nothing
-    latent: bool = False  # uses MLA
+    latent: bool = False  # whether the family uses MLA
     names: TensorNames = field(default_factory=TensorNames)

@@ -239,7 +239,11 @@ class ModelBuilder:
         return SharedExpert(self.expert_mlp(experts.shared_size), gate)
 
     def expert_mlps(self, count: int, inner: int) -> tuple[tuple[Mlp, ...], ExpertWeights | None]:
-        """Create the experts; on a GPU, as views of stacked weights, which are returned as well."""
+        """Create the experts; return them, and the stacked weights of which they are views.
+
+        Only a GPU has stacked weights, and only for gated experts without biases and quantization
+        whose activation the kernel supports. Otherwise, None is returned for them.
+        """
         spec, kind = self.spec, GATE_KINDS.get(self.spec.activation)
         is_plain = (
             spec.gated and not spec.mlp_bias and spec.quantization is None and not self.quantized
@@ -268,7 +272,8 @@ class ModelBuilder:
 
     def stacks(self, experts: ExpertsSpec, count: int, is_grouped: bool) -> dict[str, ExpertStack]:
         inner, hidden = experts.inner_size, self.spec.hidden_size
-        # The sum over ranks must contain the bias of `down_proj` once.
+        # Only one rank has the bias of `down_proj`, because the sum over ranks must contain it
+        # once.
         has_bias = self.ranks.coord.expert_tp_rank == 0
         return {
             "gate_up_proj": self.stack((count, hidden, 2 * inner), True, is_grouped),
@@ -276,7 +281,7 @@ class ModelBuilder:
         }
 
     def stack(self, shape: tuple[int, int, int], has_bias: bool, is_grouped: bool) -> ExpertStack:
-        """Create one projection of all experts; their weights [out, in] are views of the stack."""
+        """Create a projection of all experts as a stack; the linears are views of the stack."""
         count, _, size = shape
         device = torch.device("meta") if self.quantized else self.device
         weight = torch.empty(shape, dtype=self.dtype, device=device)

@@ -72,7 +72,7 @@ class _Options:
     def only(self, key: str, *served: Any) -> Any:
         """Return `key`'s value, default `served[0]`; raise UnsupportedModel if not in `served`."""
         value = self.values.get(key, served[0])
-        # Compare the types too, because True == 1 in Python.
+        # Compare the types too, because True == 1 and False == 0 in Python.
         if not any(value == each and type(value) is type(each) for each in served):
             raise self.refuse(key, " or ".join(map(repr, served)))
         return value
@@ -211,7 +211,7 @@ _FLOATS_OF_4_BITS: dict[str, tuple[Storage, int, str]] = {
     "mxfp4-pack-quantized": ("mxfp4", 32, "group"),
     "nvfp4-pack-quantized": ("nvfp4", 16, "tensor_group"),
 }
-"""By format name: storage, group size and strategy."""
+"""Storage, group size and strategy of each format, by the name of the format."""
 
 _FORMATS = (
     *("float-quantized", "int-quantized", "naive-quantized", "pack-quantized"),

@@ -23,7 +23,7 @@ class RopeSpec:
     original_max_len: int = 8192  # context length of the original training
     # fraction of a head's features that is rotated, counted from the first feature
     rotated_fraction: float = 1.0
-    scale: float = 1.0  # rotated features are multiplied by this
+    scale: float = 1.0  # factor of the rotated features
     # rotated pairs: adjacent features if True, features half a head apart if False
     interleaved: bool = False
     beta_fast: float = 32.0  # yarn only
@@ -43,7 +43,7 @@ class RopeSpec:
 def read_ropes(
     config: Fields, partial: bool, local_theta: float | None
 ) -> tuple[RopeSpec, RopeSpec | None]:
-    """Return the model's rope, and the rope of layers with a window (None: the model's rope).
+    """Return the RoPE of the model, and that of layers with a window (None: the model's RoPE).
 
     Only families with a `local_theta`, the default base of those layers, have a second rope.
     """

@@ -14,7 +14,7 @@ class Rotary:
     """Rotary embedding of one or more layers; rotates the first R features of each head."""
 
     frequencies: Tensor  # [R / 2] float32: radians per position of each pair of features
-    scale: float  # rotated features are multiplied by this
+    scale: float  # factor of the rotated features
     interleaved: bool  # pairs: adjacent features if True, features R / 2 apart if False
 
 
@@ -40,7 +40,7 @@ def rotary_frequencies(rope: RopeSpec, num_features: int) -> Tensor:
 
 
 def _llama3(rope: RopeSpec, frequencies: Tensor) -> Tensor:
-    """Divide low frequencies by `factor`, keep high ones, interpolate linearly between them."""
+    """Divide low frequencies by `factor`, keep high ones; interpolate linearly between the two."""
     rotations = rope.original_max_len * frequencies / (2 * math.pi)
     blend = (rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     blend = blend.clamp(0.0, 1.0)
@@ -50,7 +50,8 @@ def _llama3(rope: RopeSpec, frequencies: Tensor) -> Tensor:
 def _yarn(rope: RopeSpec, frequencies: Tensor) -> Tensor:
     """Scale the frequencies as in `_llama3`, but interpolate linearly in the index of the pair.
 
-    The interpolation runs from the pair with `beta_fast` rotations to that with `beta_slow`.
+    The interpolation runs from the pair with `beta_fast` rotations to the pair with `beta_slow`
+    rotations.
     """
     num_features = 2 * len(frequencies)
     low = _pair_of_rotations(rope, num_features, rope.beta_fast)

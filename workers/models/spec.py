@@ -73,21 +73,21 @@ class ModelSpec:
     embedding_scale: float
     embedding_norm: bool
     qkv_clip: float  # queries, keys and values are clamped to [-qkv_clip, qkv_clip]; 0: no clamp
-    attention_scale: float | None  # scores are multiplied by this; None: 1 / sqrt(head_dim)
+    attention_scale: float | None  # factor of the scores; None: 1 / sqrt(head_dim)
     attention_cap: float  # soft cap of the scores; 0: no cap
     logit_cap: float  # soft cap of the logits; 0: no cap
     alibi: AlibiSpec | None  # if set, there is no rotary embedding, and `rope` is ignored
     rope: RopeSpec
     # rotary embedding of layers with a window; None: `rope` applies to all layers
     local_rope: RopeSpec | None
-    # number of positions that a token sees in each layer, including its own; 0: all
+    # for each layer, number of positions to which a token attends, including its own; 0: all
     windows: tuple[int, ...]
     experts: ExpertsSpec | None
     names: TensorNames
     dtype: str  # dtype of the checkpoint: float32, bfloat16 or float16
     latent: LatentSpec | None  # sizes of MLA; None: the model does not use MLA
     num_mtp_layers: int  # multi-token prediction layers in the checkpoint; they are not loaded
-    quantization: QuantizationSpec | None = None  # None: the checkpoint is not quantized
+    quantization: QuantizationSpec | None = None  # None: not a quantized checkpoint
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:

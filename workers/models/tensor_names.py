@@ -9,7 +9,7 @@ class TensorNames:
 
     embeddings: str = "model.embed_tokens"
     embedding_norm: str = ""
-    prefix: str = ""  # added to all names of a checkpoint if no name has this prefix
+    prefix: str = ""  # added to all names if no name of the checkpoint begins with it
     norm: str = "model.norm"
     head: str = "lm_head"
     layers: str = "model.layers"

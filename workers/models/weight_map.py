@@ -45,7 +45,8 @@ def layer_parameters(block: DecoderLayer, names: TensorNames, number: int) -> di
     for modules, linear in layer_linears(block, names, number):
         found |= linear.parameters(modules)
     latent = block.attention if isinstance(block.attention, LatentAttention) else None
-    # MLA reads the weights of `up` transposed, so `LatentAttention` finishes `up`
+    # MLA reads the weights of `up` transposed, so `LatentAttention` owns them and prepares them
+    # after loading
     if latent is not None:
         found |= {
             name: replace(each, owner=latent)

@@ -26,10 +26,10 @@ class WeightScheme:
     bits: int
     group_size: int = PER_OUTPUT  # inputs per group; PER_OUTPUT or -1: all inputs form one group
     block_rows: int = 1  # number of outputs that share a scale; above 1 for block-wise scales
-    per_tensor: bool = False  # one scale for a whole module
+    per_tensor: bool = False  # whether a whole module has one scale
     symmetric: bool = True  # False: the checkpoint has zero points
-    act_order: bool = False  # the checkpoint has a table of each input's group
-    # number added to stored zero points; 1 for "gptq", but 0 for format gptq_v2
+    act_order: bool = False  # whether the checkpoint has a table with the group of each input
+    # number added to stored zero points: 1 for the format "gptq", 0 for "gptq_v2"
     zero_offset: int = 0
     scale_name: str = "weight_scale"
     activations: str = ""  # dtype of quantized activations, such as "fp8"; "": not quantized

@@ -25,8 +25,8 @@ from penstock.workers.parallel.communicator import (
 )
 
 SMALL_BYTES = 1 << 16
-"""Up to this size, an all-reduce is one all-gather. Above this size, it is an all-to-all and an
-all-gather, because these send fewer bytes."""
+"""Maximum size for which an all-reduce is one all-gather. A larger all-reduce is an all-to-all and
+an all-gather, because these send fewer bytes."""
 
 
 class RankLost(RuntimeError):
@@ -75,7 +75,7 @@ class ProcessGroup:
         return self.all_gather(mine).view(-1)[: tensor.numel()].view(tensor.shape)
 
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Exchange rows with all ranks: send [sum(sent), D], receive [sum(received), D].
+        """Exchange rows of D features with all ranks: send [sum(sent), D], get [sum(received), D].
 
         The first `sent[0]` rows go to the group's first rank, and so on. The first `received[0]`
         rows of the result come from the first rank, and so on.
@@ -90,7 +90,7 @@ class ProcessGroup:
         return into
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        """Overwrite `tensor` (contiguous) with that of the group's first rank, and return it."""
+        """Overwrite contiguous `tensor` with the one of the group's first rank; return `tensor`."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         self._run(lambda group: group.broadcast([tensor], options))
@@ -184,15 +184,15 @@ def _connect(
 
 def _wait(start: Callable[[], dist.Work]) -> None:
     try:
-        # Pass no timeout: with one, `wait` would block on NCCL. On gloo, `wait` uses the timeout of
-        # the communicator.
+        # Pass no timeout, because with NCCL a `wait` with a timeout would block. With gloo, `wait`
+        # uses the timeout of the communicator.
         start().wait()
     except RuntimeError as error:
         raise RankLost(first_sentence(error)) from error
 
 
 def _sum_in_order(tensors: Tensor) -> Tensor:
-    """Sum [size, *shape] to [*shape] in the order of ranks; accumulate in float32."""
+    """Sum the tensors of `size` ranks, [size, *shape], in rank order; accumulate in float32."""
     total = tensors[0].to(torch.float32, copy=True)
     for tensor in tensors[1:]:
         total += tensor

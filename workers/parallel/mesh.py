@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 
 class BadShape(ValueError):
-    """The numbers of ranks are not a valid mesh, or cannot divide the model."""
+    """The numbers of ranks do not form a valid mesh, or do not suit the model's sizes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,5 +121,5 @@ SINGLE_COORD = MeshCoord()
 
 
 def even_partition(num_items: int, num_owners: int, owner: int) -> range:
-    """Return one owner's range of items; the sizes of ranges differ by at most one item."""
+    """Return the range of items of one owner; the sizes of ranges differ by at most one item."""
     return range(num_items * owner // num_owners, num_items * (owner + 1) // num_owners)

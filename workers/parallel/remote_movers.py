@@ -1,4 +1,4 @@
-"""Sends KV transfer moves from rank 0 to the other ranks, and these ranks' reports to rank 0.
+"""Sends KV transfer moves from rank 0 to the other ranks, and the other ranks' reports to rank 0.
 
 Moves are sent on the same channel as step plans and executed in order, so a rank reads a block only
 after all steps that write it. Reports are sent over a communicator between the hosts of the ranks.
@@ -47,7 +47,7 @@ class OrderQueue:
             while True:
                 self._write(self._orders.get())
         except RankLost as error:
-            # Only log this, because the next step fails as well and ends the worker.
+            # Only log the error, because the next step fails as well and ends the worker.
             log.info("stopped sending KV transfer moves to the other ranks: %s", error)
 
 
@@ -75,7 +75,7 @@ class RemoteRankMover:
         try:
             while message := self._reports.read():
                 on_report(wire.Report.FromString(message))
-        except RankLost as error:  # only log this, because the loss of a rank ends the worker
+        except RankLost as error:  # only log the error, because the loss of a rank ends the worker
             log.info("lost the connection for reports of rank %d: %s", self._rank, error)
 
 
@@ -98,7 +98,7 @@ class Reporter:
         self._lost = False
 
     def report(self, report: wire.Report) -> None:
-        """Send a report. After a failure, drop later reports, because each would time out."""
+        """Send a report. After a failed send, drop later reports, because each would time out."""
         with self._lock:
             if self._lost:
                 return

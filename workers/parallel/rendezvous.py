@@ -27,7 +27,7 @@ from penstock.workers.parallel.collectives import RankLost
 
 MAX_BYTES = 1 << 16  # maximum size of a message
 MAX_ENTRIES = 1 << 14
-_POLL_SECONDS = 1.0  # how long one `Get` call waits for a key
+_POLL_SECONDS = 1.0  # maximum time that one `Get` call waits for a key
 _LIMITS = PortLimits(
     max_message_bytes=MAX_BYTES,
     max_metadata_bytes=16 << 10,

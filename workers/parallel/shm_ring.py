@@ -24,7 +24,7 @@ _CHECK_SECONDS = 0.5  # interval at which a waiting process checks that the othe
 _SLEEP_SECONDS = 50e-6
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_fence = threading.Lock()  # used as a memory fence: acquiring the lock orders the writes around it
+_fence = threading.Lock()  # used as a memory fence: acquiring the lock orders memory writes
 
 
 class _TimeSpec(ctypes.Structure):
@@ -76,7 +76,7 @@ class ShmRing:
         return self.memory[start + 8 : start + 8 + size]
 
     def wait_written(self, number: int) -> None:
-        """Wait until the counter of written messages differs from `number`, but only briefly."""
+        """Wait until the number of written messages is not `number`, at most `_CHECK_SECONDS`."""
         if _FUTEX is None:
             time.sleep(_SLEEP_SECONDS)
             return

@@ -102,7 +102,7 @@ class RemoteReader:
 
 
 def node_name() -> str:
-    """Return a name that two processes have in common only if they can share memory."""
+    """Return a name that is equal in two processes only if they can share memory."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     if not boot.exists():
         # Shared memory is used on Linux only, so no other process of this machine has this name.

@@ -26,7 +26,7 @@ CAPTURE_GRAPHS = b"\x2a\x00"
 
 
 def encode(plan: StepPlan, ahead: bool = False) -> bytes:
-    """Serialize a plan. Unless `ahead` is set, the plan must have its tokens: see `StepPlan.fill`.
+    """Serialize a plan. If `ahead` is False, the plan must have its tokens: see `StepPlan.fill`.
 
     Args:
         ahead: Whether rank 0 sends the tokens to the other ranks from device to device.

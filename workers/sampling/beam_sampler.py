@@ -1,4 +1,4 @@
-"""Sampling of beams: beam searches choose the tokens of all rows that are beams."""
+"""Sampling of beams: for the rows that are beams, the beam searches choose the next tokens."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from penstock.workers.scheduling.table import SequenceTable
 
 
 class BeamSampler:
-    """Advances all beam searches of a step; computes logprobs of chosen tokens if requested."""
+    """Advances all beam searches by a step, and computes logprobs of chosen tokens if requested."""
 
     def __init__(self, searches: BeamSearches, sampler: Sampler) -> None:
         self._searches = searches

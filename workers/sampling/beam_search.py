@@ -1,8 +1,8 @@
 """Beam search: decides which beams continue or finish, and when a search ends. Pure code.
 
 The results are exactly those of `transformers` with float32 scores. All continuations of all beams
-are ranked together. Continuations that end, if they are among the best `width`, become hypotheses
-(finished beams). The best `width` continuations that do not end become the next beams.
+are ranked together. A continuation that ends becomes a hypothesis (finished beam) if it is among
+the best `width`. The best `width` continuations that do not end become the next beams.
 """
 
 from collections.abc import Hashable, Iterator
@@ -31,7 +31,7 @@ class Node:
     def __init__(self, token: int, before: "Node | None") -> None:
         self.token = token
         self.before = before
-        # logprobs of the token; set by the engine if they were requested
+        # logprobs of the token; set by the beam sampler if they were requested
         self.logprobs: object = None
 
     def path(self) -> list["Node"]:
@@ -65,9 +65,9 @@ class NewNode(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BeamStep:
-    """Result of one step: beam i continues beam `parents[i]` with token `tokens[i]`."""
+    """Result of one step of W beams: beam i continues beam `parents[i]` with token `tokens[i]`."""
 
-    parents: Ints  # [W] numbers of the previous beams
+    parents: Ints  # [W] number of the previous beam that each beam continues
     tokens: Ints  # [W]
     new_nodes: list[NewNode]
     is_finished: bool  # True if the search has ended, so that no beam continues
@@ -139,10 +139,11 @@ class BeamSearch:
             origins: for each continuation, best first, the number of the beam that it continues.
             names: the new token of each continuation.
             totals: the score of each continuation.
-            made: list of the step's nodes of hypotheses; the nodes of the new beams are appended.
+            made: the nodes that the step has added to hypotheses; the nodes of the new beams are
+                appended to this list.
         """
         missing = self._width - len(totals)
-        if missing:  # Fill up with copies of the best continuation, but with the score -inf.
+        if missing:  # Fill the missing beams with copies of the best continuation, with score -inf.
             at = np.concatenate((np.arange(len(totals)), np.zeros(missing, np.intp)))
             origins, names = origins[at], names[at]
             totals = np.pad(totals, (0, missing), constant_values=-np.inf)
@@ -184,7 +185,7 @@ class BeamSearch:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Candidates for the next token of R beams, most likely first."""
+    """The C candidates for the next token of each of R beams, most likely first."""
 
     tokens: Ints  # [R, C]
     logprobs: Floats  # [R, C] log probabilities after penalties; -inf: excluded
@@ -233,7 +234,7 @@ class BeamSearches:
             rows: [R] row of each beam in the sequence table.
             candidates: candidates for the next token of each beam.
 
-        A beam whose search is closed gets token 0 and stays its own parent.
+        A beam whose search is closed gets token 0, and its parent is its own row.
         """
         steps = BeamSteps(np.zeros_like(rows), rows.copy())
         for key, indices in _by_key(keys, choices):

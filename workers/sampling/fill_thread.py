@@ -56,5 +56,5 @@ def _run(jobs: SimpleQueue[tuple[Callable[[], T], Result[T]] | None]) -> None:
     while (item := jobs.get()) is not None:
         job, result = item
         result.compute(job)
-        # delete references, to keep no objects alive while waiting for the next job
+        # delete references, so that no object stays in memory while the thread waits for a job
         del item, job, result

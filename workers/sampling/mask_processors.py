@@ -1,4 +1,4 @@
-"""Mask processors: each excludes tokens from one sequence's next token.
+"""Mask processors: objects that exclude tokens as the next token of one sequence.
 
 A processor is a function of the sequence's parameters and its token log. A sequence that continues
 on another worker therefore gets the same masks.
@@ -19,7 +19,7 @@ from penstock.workers.scheduling.sequence import Ints
 Tokens: TypeAlias = npt.NDArray[np.int64]
 
 NEVER = int(np.iinfo(np.int64).max)
-"""Answer index that no answer reaches."""
+"""Answer index beyond the end of any answer."""
 
 WILDCARD = -1  # in a pattern: matches any token and BEFORE_START
 BEFORE_START = -2  # stands for positions before the first token of the sequence
@@ -29,7 +29,7 @@ class MaskProcessor(Protocol):
     """Excludes tokens by clearing bits; see `penstock.kernels.sampling.token_mask`."""
 
     reads_log_from: int  # answer index from which the mask depends on the tokens of the answer
-    is_done: bool  # True once the processor excludes no token after any continuation of the log
+    is_done: bool  # True once the processor will exclude no more tokens, however the log continues
 
     def is_active(self, index: int) -> bool:
         """Return whether the mask of the answer's token `index` may exclude a token."""
@@ -38,7 +38,7 @@ class MaskProcessor(Protocol):
         """Clear the bits of tokens that may not come next.
 
         Args:
-            words: [W] int32.
+            words: [W] int32 packed bits, one bit per token of the vocabulary.
             log: [L] prompt and answer so far.
             num_prompt: length of the prompt.
         """
@@ -58,8 +58,8 @@ class AllowedTokens:
         return True
 
     def exclude(self, words: Words, log: Ints, num_prompt: int) -> None:
-        # `words` may be wider than this mask: with a grammar, it covers the tokenizer's tokens.
-        # The tokenizer may have more tokens than the model.
+        # `words` may be wider than this mask: with a grammar, `words` covers the tokenizer's
+        # tokens, and the tokenizer may have more tokens than the model.
         own = len(self._words)
         words[:own] &= self._words
         words[own:] = 0
@@ -95,9 +95,9 @@ class BadWords:
 class GrammarMask:
     """Excludes tokens that a grammar does not allow after the answer so far.
 
-    The matcher consumes each token of the answer once, and never goes back. If a mask allows only
-    one token, the answer must continue with this "forced" token. The matcher may consume forced
-    tokens before they are part of the answer.
+    The matcher consumes each token of the answer once, and is never rolled back. If a mask allows
+    only one token, the answer must continue with this "forced" token. The matcher may consume
+    forced tokens before they are part of the answer.
 
     Args:
         grammar: the grammar of the answer.
@@ -178,7 +178,7 @@ class GrammarMask:
         return True
 
     def forced(self) -> list[int]:
-        """Return the known forced tokens. An end token is added if nothing else may follow them."""
+        """Return the known forced tokens, with an end token added if only an end may follow."""
         if not self._ahead and self._only is None:
             return []
         end = self._only if self.matcher.is_complete else None
@@ -271,12 +271,12 @@ def mask_processors(
 
 
 def can_force(params: SamplingParams, processors: Sequence[MaskProcessor]) -> bool:
-    """Return whether several forced tokens of a sequence may be appended at once.
+    """Return whether several forced tokens of a sequence may be appended in one step.
 
     Several tokens cannot be appended if log probabilities are requested, or if another processor
-    could exclude one of these tokens. `MinTokens` cannot: it excludes only tokens that end the
-    answer, which `GrammarMask` does not consume ahead. Neither can `ReasoningEnd`: it excludes
-    nothing if the grammar allows a single other token.
+    could exclude one of these tokens. `MinTokens` and `ReasoningEnd` never exclude a forced token.
+    `MinTokens` excludes only tokens that end the answer, which `GrammarMask` does not consume
+    ahead. `ReasoningEnd` excludes nothing if the grammar allows a single other token.
     """
     quiet = all(isinstance(each, GrammarMask | MinTokens | ReasoningEnd) for each in processors)
     return (

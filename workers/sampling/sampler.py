@@ -1,4 +1,4 @@
-"""Samples the next tokens of a whole batch at once.
+"""Samples the next tokens of a whole batch in one call.
 
 A row of logits belongs to one sequence. Three changes are applied, in this order, and only to rows
 that need them: logit bias, penalties, and the masks of `token_masks`, which exclude tokens.
@@ -81,14 +81,14 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Result of sampling S rows of logits, one token per row."""
+    """Result of sampling S rows of logits, one token per row; R of the rows are beams."""
 
     # [S] tokens; 0 in invalid rows, and in beams until the beam search sets their tokens
     tokens: Ints
     finite: Bools  # [S] False for invalid rows: NaN, Inf, or every token excluded
     logprobs: list[TokenLogprobs | None]  # [S]; None for rows without requested logprobs
     prompts: list[PromptLogprobs] = field(default_factory=list)
-    beams: npt.NDArray[np.intp] = field(default_factory=NO_BEAMS.copy)  # [R] rows that are beams
+    beams: npt.NDArray[np.intp] = field(default_factory=NO_BEAMS.copy)  # [R] row indices of beams
     candidates: Candidates | None = None  # candidates of the R beam rows
     beam_rows: BeamRows | None = None  # beam rows after the beam search; None: there are no beams
     finished_searches: list[Key] = field(default_factory=list)  # keys of searches that have ended
@@ -149,7 +149,7 @@ class Sampler:
             params.prompt_logprobs or 0,
             *changes,
             any(changes),
-            # Enough candidates for every beam even if all stop tokens are among the candidates.
+            # Take enough candidates for every beam, even if all stop tokens are among them.
             params.num_sequences + len(params.stop_token_ids) if params.use_beam_search else 0,
         )
 
@@ -244,7 +244,7 @@ class Sampler:
     def _writable(
         self, logits: Tensor, beams: npt.NDArray[np.intp], params: npt.NDArray[np.void]
     ) -> Tensor:
-        """Return scores that may be modified: `logits`, or a copy if logits are read again later.
+        """Return scores that may be modified: `logits`, or a copy if `logits` are still needed.
 
         Apply log-softmax to the rows `beams` of the copy.
         """

@@ -44,7 +44,7 @@ MAX_THREADS = 8
 
 
 class History(Protocol):
-    """Interface to prompts and answers so far; implemented by the scheduler's sequence table."""
+    """Interface to the prompts and answers so far of R rows; implemented by the sequence table."""
 
     @property
     def tokens(self) -> Ints: ...  # [R, L] tokens of each row: the prompt, then the answer
@@ -58,14 +58,14 @@ class History(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepMasks:
-    """The masks of S rows of logits."""
+    """The masks of a step's S rows of logits; M of the rows have a mask of W words."""
 
     at: RowIndices  # [M] indices of the rows that have a mask
     words: Words  # [M, W] masks of these rows
     is_single: Bools  # [M] True if a grammar allows only one token
-    # tokens that must follow the only allowed token, for some rows
+    # for some rows whose mask allows only one token, the tokens that must follow this token
     forced: ForcedTokens = field(default_factory=dict)
-    # Rows that have a processor with `is_done`, each with all processors of the row.
+    # Table rows with a processor whose `is_done` is True, each with all processors of the row.
     done: Sequence[tuple[int, tuple[MaskProcessor, ...]]] = ()
 
 
@@ -91,8 +91,8 @@ class TokenMasks:
         self.max_forced = max_forced
         self._rows: list[tuple[MaskProcessor, ...]] = [()] * num_rows
         self._min_tokens = np.zeros(num_rows, np.int64)
-        # Per row: False if the row is a beam, because the beam search replaces the beam's token log
-        # (prompt and answer so far).
+        # For each row, whether its token log (prompt and answer so far) only grows. False if the
+        # row is a beam, because the beam search replaces the beam's log.
         self._keeps_log = np.zeros(num_rows, np.bool_)
         self._until = np.zeros(num_rows, np.int64)  # answer index from which a row has no mask
         # answer index from which a row's mask depends on its tokens
@@ -221,7 +221,7 @@ class TokenMasks:
         return StepMasks(np.array(masked, np.intp), words, is_single, forced, done)
 
     def _fill_grammars(self, logs: Sequence[_Log]) -> tuple[Words, Bools, ForcedTokens]:
-        """Fill the masks of all grammars at once; a grammar is a row's first processor.
+        """Fill the masks of all grammars together; a grammar is always its row's first processor.
 
         Return three items: the masks [M, W], which allow all tokens in rows without a grammar; a
         mask [M], True for rows that allow a single token; and the tokens that must follow this
@@ -238,7 +238,7 @@ class TokenMasks:
         filled = self._fill_unknown([mask for _, mask, _ in found])
         singles = [(at, mask, log) for at, mask, log in found if mask.single is not None]
         if filled is not None and len(filled) == len(logs) and _are_final(logs, singles):
-            # returned without a copy, because these masks are not changed afterwards
+            # Return the masks without a copy, because no later code changes them.
             return filled, is_single, NO_FORCED
         if self.max_forced:
             able = self._can_force
@@ -255,11 +255,11 @@ class TokenMasks:
         return words, is_single, forced
 
     def _fill_unknown(self, masks: Sequence[GrammarMask]) -> Words | None:
-        """Fill and return the missing masks [n, W] of `masks`; return None if none is missing."""
+        """Fill the masks that `masks` lack; return them [n, W], or None if none is missing."""
         masks = [mask for mask in masks if mask.needs_fill]
         if not masks:
             return None
-        # With only one thread, an executor has no benefit, but handing over the work costs time.
+        # With only one thread, an executor has no benefit, and passing the work to it costs time.
         if self._executor is None and len(masks) > 1 and _num_threads() > 1:
             self._executor = LLExecutor(_num_threads())
         filled = np.empty((len(masks), self._num_words), np.int32)

@@ -10,7 +10,7 @@ from penstock.workers.scheduling.waiting import SequencePhase, SequenceState
 
 
 class Admission:
-    """Policy that admits waiting sequences while table rows, blocks and token budget last."""
+    """Policy that admits waiting sequences until table rows, blocks or the token budget run out."""
 
     def __init__(self, state: SchedulerState, groups: SequenceGroups) -> None:
         self._limits = state.limits
@@ -22,7 +22,8 @@ class Admission:
         self._totals = state.totals
         self._groups = groups
         self._blocked: tuple[SequenceState, int] | None = (
-            None  # last head of the queue that did not fit, and its number of cached blocks
+            # the queue's head that did not fit at the last attempt, and its number of cached blocks
+            None
         )
 
     def admit(self, budget: int) -> bool:
@@ -57,7 +58,8 @@ class Admission:
         """Emit the events of an admitted sequence, and count its cached tokens."""
         groups, have = self._groups, int(self._table.num_computed[ticket.row])
         if ticket.is_cancelled and not ticket.forks:
-            # The leader was cancelled while it waited. Its forks have started, so it can end.
+            # The sequence was cancelled while it waited. Its forks have started and no longer need
+            # its prompt, so it can end.
             self._batch.release_row(ticket)
             groups.choice_ended(ticket)
         else:
@@ -70,7 +72,7 @@ class Admission:
             groups.events.append(Reserved(ticket.key, have, ticket.source_len, blocks))
 
     def _match_if_fits(self, ticket: SequenceState) -> CachedPrefix | None:
-        """Return the cached prefix to reuse, or None if the rest of `ticket` does not fit.
+        """Return the cached prefix to reuse, or None if too few blocks are free for `ticket`.
 
         Leases are reclaimed only while no sequence has a table row. Otherwise `ticket` waits until
         a running sequence ends and frees its blocks.
@@ -100,7 +102,7 @@ class Admission:
         """Extend `matched` by a cached block that begins with the next tokens of `ticket`, if any.
 
         The cached block is held until it has been copied into a block that `ticket` needs anyway.
-        If the cached block has no holder yet, holding it takes one of the `unused` blocks.
+        If the cached block has no holder yet, it counts as one of the `unused` (available) blocks.
         """
         size = self._limits.block_size
         have = len(matched) * size

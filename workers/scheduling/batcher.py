@@ -41,8 +41,8 @@ class Batcher:
     """Continuous batching over one block pool.
 
     Without pipeline parallelism, one step is in flight. A second step may be planned if its plan
-    needs no token of the first. With pipeline parallelism, one step per stage may be in flight.
-    Between `plan` and `commit`, any method may be called: a step's sequences keep rows and blocks.
+    needs no token of the first. With pipeline parallelism, one step per stage may be in flight. Any
+    method may be called between `plan` and `commit`: planned sequences keep rows and blocks.
     """
 
     def __init__(self, limits: SchedulerConfig, table: SequenceTable | None = None) -> None:
@@ -114,7 +114,7 @@ class Batcher:
         self._leases.unpin(key)
 
     def reserved_blocks(self, key: Key) -> Ints:
-        """Return blocks of positions [have, source_len); KeyError if `key` is not receiving."""
+        """Return the blocks that a KV transfer writes; raise KeyError if `key` is not receiving."""
         return self._groups.reserved_blocks(key)
 
     def transfer_done(self, key: Key) -> None:
@@ -134,9 +134,9 @@ class Batcher:
     def plan(self) -> StepPlan | None:
         """Return the plan of the next step, or None if there is nothing to compute now.
 
-        While a step is in flight, None may also mean that this step must be committed first. A step
-        planned while another is in flight can be removed with `withdraw`. With pipeline
-        parallelism, one step per stage may be in flight; no two of these steps share a sequence.
+        While a step is in flight, None may also mean that the step in flight must commit first. A
+        step planned while another is in flight can be removed with `withdraw`. With pipeline
+        parallelism, one step per stage may be in flight; no two steps share a sequence.
         """
         plans, number = self._in_flight.plans, self._totals.steps + 1
         if self.limits.num_stages > 1:
@@ -200,7 +200,7 @@ class Batcher:
         counts = self._preemption.reclaim_blocks(budget)
         num_events = len(self._groups.events)
         if self._admission.admit(budget - int(counts.sum())):
-            # Forks of a cached prompt start at once and may need more blocks than are available.
+            # Forks of a cached prompt start in this step and may need more blocks than are free.
             counts = self._preemption.reclaim_blocks(budget)
             self._groups.forget_preempted(num_events)
         rows = self._batch.rows

@@ -38,7 +38,7 @@ class BeamGroups:
         self._table.num_published[[one.row for one in beams]] = NEVER
 
     def align(self, rows: Ints, remaining: Ints, counts: Ints) -> None:
-        """Lower `counts` so that either all beams of a search sample in this step, or none.
+        """Lower `counts` so that in this step all beams of a search sample a token, or none does.
 
         Args:
             rows: [n] rows of running sequences.
@@ -48,14 +48,15 @@ class BeamGroups:
         for beams in self._groups:
             leader = beams[0]
             if leader.forks and len(leader.tokens) == leader.new.num_prompt:
-                continue  # all beams sample their first token from the logits of the leader
+                # all beams sample their first token together, from the logits of the leader
+                continue
             running = [one.row for one in beams if one.phase is SequencePhase.RUNNING]
             ours = np.isin(rows, running)
             if leader.forks or (remaining[ours] > 1).any():
                 counts[ours] = np.minimum(counts[ours], remaining[ours] - 1)
 
     def reorder(self, beams: BeamRows, drawing: Ints) -> None:
-        """Give beams the tokens and blocks of their parents, all at once.
+        """Give all beams at the same time the tokens and blocks of their parents.
 
         All beams of a search have the same length. Blocks stay shared until a row writes to them.
 

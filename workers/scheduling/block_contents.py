@@ -1,9 +1,9 @@
 """The tokens of published blocks, to find blocks that share only their first tokens with a prompt.
 
 A hash chain finds only full blocks. A prompt may also agree with the first tokens of a cached block
-and differ later in the block. Or it may continue a cached block that is filled only partly. In both
-cases, the KV of the common tokens can be reused if the block is copied. SGLang's radix tree reuses
-such tokens too, because its nodes can be split at any token.
+and differ later in the block. Or it may continue a cached block that is filled only partly. In
+these two cases, the KV of the common tokens can be reused if the block is copied. SGLang's radix
+tree reuses such tokens too, because its nodes can be split at any token.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,8 @@ class BlockContents:
     def __init__(self) -> None:
         # maps the hash of a block to the block's key in `_children` and its tokens
         self._tokens_of: dict[bytes, tuple[bytes, bytes]] = {}
-        # maps parent and first token to the hashes of the blocks that have both, oldest first
+        # Maps the bytes of a parent's hash and a first token to the hashes of the blocks with this
+        # parent and this first token, oldest first.
         self._children: dict[bytes, dict[bytes, None]] = {}
 
     def add(self, digest: bytes, parent: bytes, tokens: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Growth of table rows: new KV blocks for the next tokens, and copy-on-write of shared blocks."""
+"""Gives table rows KV blocks for their next tokens, with copy-on-write of shared blocks."""
 
 import numpy as np
 
@@ -57,7 +57,7 @@ class BlockGrowth:
         return self._pool.num_copies(self._table.block_table[self._begun_shared_blocks(rows)])
 
     def release_sources(self, copies: Ints) -> None:
-        """Release the source blocks of `copies` [C, 2], after the step with these copies."""
+        """Release the source blocks of `copies` [C, 2]; call this after the step has made them."""
         for source in copies[:, :1]:  # one at a time, because a source may occur several times
             self._pool.release(source, State.USED)
 
@@ -76,7 +76,8 @@ class BlockGrowth:
             if self._pool.is_shared(block):
                 copies.append((block, next(own)))
                 self._table.block_table[row, column] = copies[-1][1]
-                # the last of the rows that share the block then keeps it, without a copy
+                # After the other rows have released the block, the last row keeps it without a
+                # copy.
                 self._pool.release(block[None], State.USED)
             self.shared_rows.discard(int(row))  # the row's last block is not shared now
         made = np.array(copies, np.int32).reshape(-1, 2)

@@ -46,7 +46,7 @@ class CacheReport:
 
 
 class CacheReporter:
-    """Makes the reports of a pool's blocks; no changes are recorded until `request_snapshot`.
+    """Makes the reports of a pool's blocks; records no changes before `request_snapshot`.
 
     A block that is stored and evicted again between two reports is not reported.
     """

@@ -1,4 +1,4 @@
-"""Limits of the scheduler, and a check whether a sequence could ever run within them."""
+"""Limits of the scheduler, and a check whether a sequence can run within these limits."""
 
 from dataclasses import dataclass, field
 
@@ -12,15 +12,16 @@ class SchedulerConfig:
     num_blocks: int
     max_model_len: int  # maximum number of prompt and answer tokens of a sequence
     block_size: int = 16  # tokens per block
-    max_sequences: int = 64  # maximum number of sequences that hold a table row
+    max_sequences: int = 64  # maximum number of sequences with a table row
     max_batched_tokens: int = 512  # token budget of a step
     max_queued: int = 1024  # maximum number of waiting sequences
-    lease_fraction: float = 0.5  # largest share of the blocks that leases may hold
+    lease_fraction: float = 0.5  # largest fraction of the blocks under leases
     num_stages: int = 1  # pipeline stages; also the maximum number of steps in flight
     # Admission leaves this many blocks free for each sequence that is already in the batch.
     watermark: int = 1
-    # Forced tokens make the next step slower for all rows, because it cannot run as a graph.
-    # They are added only if there are at least this many per running row without forced tokens.
+    # Forced tokens make the next step slower for all rows, because a step with forced tokens cannot
+    # run as a graph. Forced tokens are added only if there are at least this many of them per
+    # running row that gets none.
     forced_per_other_row: float = 4.0
     static: bool = False  # static batching, as a baseline: admit only when the batch is empty
     hash_key: bytes = field(default=b"", repr=False)  # secret of the cluster: see `root_hash`

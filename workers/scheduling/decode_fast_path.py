@@ -19,9 +19,9 @@ class DecodeFastPath:
         self._table = table
         self._pool = pool
         self.last: StepPlan | None = None  # the newest plan; None if it cannot be continued
-        self._has_snapshot = False  # whether the fields below are valid for the plan `last`
-        self._first = 0  # number of the first plan made from these fields
-        self._until = 0  # number of the first plan in which a sequence reaches a limit
+        self._has_snapshot = False  # whether the fields below are valid for `last`
+        self._first = 0  # number of the first plan made with the fields below
+        self._until = 0  # number of the first plan in which a sequence may end or yield
         self._next_boundary = 0  # number of the next plan in which a sequence enters a new block
         self._filling: set[int] = set()  # numbers of the plans that may fill a block
         self._keys: list[object] = []
@@ -83,7 +83,7 @@ class DecodeFastPath:
 
     @property
     def num_until_boundary(self) -> int:
-        """Number of plans from the last one until a sequence enters a new block."""
+        """Number of plans, counted from the last one, until a sequence writes to a new block."""
         return 0 if self.last is None else self._next_boundary - self.last.number
 
     def num_until_limit(self) -> int:
@@ -150,7 +150,7 @@ class DecodeFastPath:
         return drawn
 
     def _grow(self, rows: Ints, positions: Ints) -> bool:
-        """Take the blocks that `rows` lack for `positions`; return False if too few are free."""
+        """Take the blocks that `rows` need for `positions`; return False if too few are free."""
         table = self._table
         columns = positions // table.block_size
         missing = columns >= table.num_blocks[rows]

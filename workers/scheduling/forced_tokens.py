@@ -16,7 +16,7 @@ from penstock.workers.scheduling.sequence import FinishReason, StepOutput
 from penstock.workers.scheduling.table import SequenceTable
 
 ForcedTokens: TypeAlias = Mapping[int, Sequence[int]]
-"""By table row: the tokens that must follow the row's sampled token."""
+"""Map from a table row to the tokens that must follow the row's sampled token."""
 
 NO_FORCED: ForcedTokens = {}
 
@@ -25,8 +25,8 @@ def append_forced(state: SchedulerState, output: StepOutput, forced: ForcedToken
     """Append forced tokens to the rows of a committed step; return the output with these tokens.
 
     Stop at the token with which a sequence ends or yields. It is always correct to append fewer
-    forced tokens, because later steps can sample only the same tokens. Append none at all if there
-    are too few of them: see `SchedulerConfig.forced_per_other_row`.
+    forced tokens, because later steps can sample only the same tokens. If there are too few forced
+    tokens, append none: see `SchedulerConfig.forced_per_other_row`.
 
     Args:
         state: the scheduler, after the tokens of `output` were appended. Rows that are in another

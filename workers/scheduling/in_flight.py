@@ -1,4 +1,4 @@
-"""Steps that are planned but not committed, and sequences removed during such a step."""
+"""Steps that are planned but not committed, and sequences removed while such steps have them."""
 
 import numpy as np
 
@@ -64,7 +64,7 @@ class InFlightSteps:
         return True
 
     def still_held(self, rows: Ints) -> Bools:
-        """Return a mask [n] of `rows`: False if the row's sequence was removed during a step."""
+        """Return a mask [n] of `rows`: False if the sequence was removed but not yet released."""
         return ~np.isin(rows, [ticket.row for ticket in self.released_later])
 
     def release_drained(self) -> None:

@@ -21,7 +21,7 @@ from penstock.workers.scheduling.sequence import Ints
 class State(IntEnum):
     """State of a block.
 
-    If a block has holders of several kinds, its state is that of the kind with the lowest number.
+    If a block has holders of several kinds, its state is the kind with the lowest number.
     """
 
     USED = 0
@@ -68,7 +68,7 @@ class BlockPool:
         return self._counts[_FREE] + self._counts[_CACHED]
 
     def num_idle(self, blocks: Ints) -> int:
-        """Return how many of `blocks` have no holder and therefore count as available."""
+        """Return how many of `blocks` have no holder; such blocks count as available."""
         return int(np.count_nonzero(self.state[blocks] >= _CACHED))
 
     def is_findable(self, blocks: Ints) -> npt.NDArray[np.bool_]:
@@ -115,13 +115,14 @@ class BlockPool:
         self._update_states(blocks[left == 0])
 
     def num_copies(self, blocks: Ints) -> int:
-        """Return how many copies must be made before the writers write (copy-on-write).
+        """Return how many blocks must be copied before rows write to `blocks` (copy-on-write).
 
-        If all holders of an unpublished block write, the last of them writes to the block itself.
+        If all holders of an unpublished block write, the last one writes to the block itself and
+        needs no copy.
 
         Args:
-            blocks: [n] the block that each writer is about to write; a shared block occurs once per
-                writer.
+            blocks: [n] the block to which each writing row is about to write; a shared block occurs
+                once per row.
         """
         own, writers = np.unique(blocks, return_counts=True)
         sole_holder = (self._holders[:, own].sum(0) == writers) & ~self.published.mask[own]
@@ -145,8 +146,8 @@ class BlockPool:
             hashes: [n] hash of each block.
             parents: [n] hash of the block before each block; for the first block of a sequence, the
                 sequence's root.
-            contents: [n] tokens of each block as bytes of int32; None: `match_begun` finds none of
-                these blocks.
+            contents: [n] tokens of each block as bytes of int32. If None, `match_begun` finds none
+                of these blocks.
         """
         if (self.state[blocks] != _USED).any():
             raise ValueError(f"only blocks in state USED can be published, not {blocks!s:.80}")

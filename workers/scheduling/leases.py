@@ -1,4 +1,4 @@
-"""Blocks kept for sequences without a table row: leases, and blocks still written by a transfer."""
+"""Blocks kept without a table row: leases, and blocks to which a KV transfer still writes."""
 
 from dataclasses import dataclass
 
@@ -31,7 +31,7 @@ class Leases:
         return key in self._leases or key in self._abandoned
 
     def grant(self, key: Key, blocks: Ints, kv_len: int) -> None:
-        """Turn used blocks into a lease of positions [0, kv_len); first make room for the lease."""
+        """Turn used blocks into a lease of positions [0, kv_len); reclaim old leases if needed."""
         while self._pool.num(State.LEASED) + len(blocks) > self._max_blocks:
             if not self.reclaim():
                 break

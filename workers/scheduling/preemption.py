@@ -10,7 +10,7 @@ class Preemption:
     """Frees the blocks for the next step: reclaims leases, then preempts running sequences.
 
     A preempted sequence loses its table row and its blocks. It goes back to the waiting queue and
-    is recomputed later, from cached blocks as far as they still exist.
+    is recomputed later, except for the tokens whose blocks are still cached.
     """
 
     def __init__(self, state: SchedulerState, groups: SequenceGroups) -> None:

@@ -23,7 +23,8 @@ class BlockChanges:
     """
 
     def __init__(self) -> None:
-        self.stored: dict[bytes, bytes] = {}  # new block -> block before it, or root
+        # maps a new block to the block before it, or to the root
+        self.stored: dict[bytes, bytes] = {}
         self.evicted: dict[bytes, None] = {}
 
     def __bool__(self) -> bool:
@@ -93,7 +94,7 @@ class PublishedBlocks:
         return np.array([self._block_of[digest]] if length else [], np.int32), length
 
     def add(self, block: int, digest: bytes, parent: bytes, contents: bytes | None) -> None:
-        """Add a full block; do nothing if the block or the hash is published already.
+        """Add a full block; do nothing if the block or its hash is published already.
 
         Args:
             block: the block.

@@ -74,7 +74,7 @@ class RunningBatch:
         # all sequences with a row, including receiving ones and waiting forks
         self._by_row: dict[int, SequenceState] = {}
         self._running: list[SequenceState] = []  # running sequences, sorted by arrival
-        # sequences that hold a row and have forks that still wait
+        # sequences with a row whose forks still wait for the prompt
         self.fork_parents: list[SequenceState] = []
         self.beams = BeamGroups(table, pool, self.block_growth)
         self.num_receiving = 0  # number of sequences that wait for a KV transfer
@@ -82,7 +82,7 @@ class RunningBatch:
 
     @property
     def rows(self) -> Ints:
-        """[running] rows of running sequences in scheduling order; a new array at each change."""
+        """[running] rows of running sequences in scheduling order; a change makes a new array."""
         if self._rows is None:
             self._rows = np.array([ticket.row for ticket in self._running], np.int32)
         return self._rows
@@ -95,7 +95,7 @@ class RunningBatch:
 
     @property
     def is_steady(self) -> bool:
-        """True if a commit starts no forks and exchanges no blocks between rows."""
+        """True if the next commit will start no forks and exchange no blocks between rows."""
         return not self.fork_parents and not self.beams
 
     @property
@@ -111,7 +111,8 @@ class RunningBatch:
     def assign_row(self, ticket: SequenceState, matched: CachedPrefix) -> None:
         """Give the sequence a table row that begins with the cached blocks `matched`.
 
-        The forks of the sequence also get rows, and wait there until the prompt is computed.
+        The forks of the sequence also get rows, but are scheduled only after the prompt is
+        computed.
         """
         table = self._table
         for one in (ticket, *ticket.forks):
@@ -147,7 +148,7 @@ class RunningBatch:
         return True
 
     def with_forks(self, plan: StepPlan) -> StepPlan:
-        """Add to `plan` the forks that sample their first token now, from their leaders' logits."""
+        """Add to `plan` the forks whose first token is sampled now, from their leaders' logits."""
         if not self.fork_parents:
             return plan
         sampling, table = plan.rows[plan.samples].tolist(), self._table

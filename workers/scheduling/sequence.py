@@ -22,7 +22,7 @@ Bools: TypeAlias = npt.NDArray[np.bool_]
 
 
 NEVER = int(np.iinfo(np.int32).max)
-"""A position that no sequence reaches."""
+"""A position beyond the end of any sequence."""
 
 
 class FinishReason(IntEnum):
@@ -35,7 +35,7 @@ class FinishReason(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Sibling:
-    """Another choice of the same request: same prompt and parameters, but its own answer."""
+    """Another choice of a request, with the same prompt and parameters but its own answer."""
 
     choice: int
     tokens: Sequence[int]  # the prompt, then this choice's answer so far
@@ -65,7 +65,7 @@ class NewSequence:
 
 
 def usable_source(offered: int, num_prompt: int, lengths: Sequence[int]) -> int:
-    """Return `offered` if all choices can use that many KV positions, otherwise 0.
+    """Return `offered` if all choices can use `offered` KV positions, otherwise 0.
 
     Args:
         offered: number of KV positions that the source worker can send.
@@ -100,7 +100,8 @@ class StepPlan:
     block_tables: Ints  # [B, M] blocks of each sequence; unused entries are undefined
     slots: Ints  # [T] KV slot of each token: block * block_size + offset
     samples: Bools  # [B] whether the step samples a token for the sequence
-    copies: Ints = field(default_factory=lambda: NO_PAIRS)  # [C, 2] source and destination block
+    # [C, 2] blocks to copy before the step: source and destination of each copy
+    copies: Ints = field(default_factory=lambda: NO_PAIRS)
     # [F, 2] for each fork, the index of its leader in `rows[samples]` and its own table row
     forks: Ints = field(default_factory=lambda: NO_PAIRS)
     # [P] indices of tokens after which the logprob of the next prompt token is requested
@@ -142,7 +143,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class BeamRows:
-    """All R beams among the sampling rows of a step, and the beams that they continue."""
+    """The R beams among the sampling rows of a step, and the row that each of them continues."""
 
     rows: Ints  # [R] rows of the sequence table
     parents: Ints  # [R] row that each beam continues; the beam's own row if its search has ended

@@ -17,11 +17,11 @@ from penstock.workers.scheduling.waiting import SequencePhase, SequenceState
 
 
 class SequenceGroups:
-    """The choices that wait, receive or run, by the key of their sequence.
+    """The choices that wait, run or receive a KV transfer, by the key of their sequence.
 
-    When a choice is removed, its table row and blocks are released at once, or, if steps in flight
-    have the choice, when the last of these steps commits. `events` has the events that
-    `Batcher.events` has not returned yet.
+    When a choice is removed, its table row and blocks are released immediately. If steps in flight
+    have the choice, row and blocks are released when the last of these steps commits. `events` has
+    the events that `Batcher.events` has not returned yet.
     """
 
     def __init__(self, state: SchedulerState) -> None:
@@ -49,7 +49,8 @@ class SequenceGroups:
         """Start the forks whose prompt is computed.
 
         Returns:
-            The table rows of cancelled leaders. These end now, because their forks have started.
+            The table rows of cancelled choices that end now, because their forks have started and
+            no longer need their prompts.
         """
         batch, rows = self._batch, []
         for leader in [one for one in batch.fork_parents if one.phase is SequencePhase.RUNNING]:
@@ -190,7 +191,7 @@ class SequenceGroups:
             self.yield_if_due(key)
 
     def yield_if_due(self, key: Key) -> None:
-        """Yield a sequence and lease its blocks, if it is due to yield and may yield now.
+        """Yield a sequence and lease its blocks, if its yield is due and possible now.
 
         A sequence may not yield while it is in a step in flight or receives KV.
         """

@@ -1,4 +1,4 @@
-"""Steps of pipeline stages: several steps are in flight, and no two of them share a sequence."""
+"""Plans the steps of a pipeline: several are in flight, and no two of them share a sequence."""
 
 import numpy as np
 
@@ -10,8 +10,8 @@ from penstock.workers.scheduling.sequence import Ints, StepPlan
 def plan_idle_rows(state: SchedulerState, number: int) -> StepPlan | None:
     """Plan step `number` for some of the rows that are not in a step in flight.
 
-    The plan gets at most 1 / `num_stages` of the running rows. Return None if all rows are in
-    steps in flight, or if there are too few blocks.
+    The plan has at most 1 / `num_stages` of the running rows, so that every stage gets work. Return
+    None if all rows are in steps in flight, or if there are too few blocks.
     """
     rows, counts = _split_budget_over_idle(state)
     batch, growth = state.batch, state.batch.block_growth

@@ -43,7 +43,8 @@ class SequenceTable:
         self.max_len = column()  # number of tokens at which the sequence ends
         self.yield_len = column()  # number of tokens at which the sequence yields
         self.decode_len = column()  # a row with at most this many uncomputed tokens is decoding
-        self.stop_tokens: Ints = np.full((num_rows, 4), -1, np.int32)  # [R, S], padded with -1
+        # [R, S] stop tokens of each row, padded with -1
+        self.stop_tokens: Ints = np.full((num_rows, 4), -1, np.int32)
         self.block_table: Ints = np.zeros((num_rows, num_columns), np.int32)
         self.num_blocks = column()
         self.keys = np.full(num_rows, None, object)
@@ -110,7 +111,7 @@ class SequenceTable:
         self.num_blocks[row] = len(blocks)
 
     def copy_rows(self, rows: Ints, parents: Ints) -> None:
-        """Copy tokens and blocks of row `parents[i]` to row `rows[i]`, for all i at once."""
+        """Copy tokens and blocks of row `parents[i]` to row `rows[i]`, simultaneously for all i."""
         longest = int(self.num_tokens[parents].max())
         self.tokens[rows, :longest] = self.tokens[parents, :longest]
         self.num_tokens[rows] = self.num_tokens[parents]
@@ -214,7 +215,8 @@ class SequenceTable:
 def _take(table: Ints, rows: Ints, counts: Ints, columns: Ints) -> Ints:
     """Return the entries [T] at `columns` [T]: first `counts[0]` of row `rows[0]`, and so on.
 
-    `take` with one flat index per entry takes half the time of an index with rows and columns.
+    numpy's `take` with one flat index per entry needs half the time of an index with rows and
+    columns.
     """
     if columns.max(initial=-1) >= table.shape[1]:  # a flat index would read the next row
         raise IndexError(

@@ -22,16 +22,18 @@ class SequencePhase(Enum):
 
 @dataclass(slots=True, eq=False)
 class SequenceState:
-    """State of one choice of a submitted sequence, except the state in the sequence table."""
+    """State of one choice of a submitted sequence, without the state in the sequence table."""
 
     new: NewSequence
     arrival: int  # arrival number, by which the queue is sorted; kept after a preemption
-    tokens: Ints  # [num_tokens]; unused while the choice has a row, which holds them
+    # [num_tokens] prompt and answer; unused while the choice has a row, because the sequence table
+    # then has the tokens
+    tokens: Ints
     yield_len: int
     source_len: int  # number of KV positions that a transfer may still provide
     phase: SequencePhase = SequencePhase.WAITING
     row: int = -1  # row of the sequence table; -1: none
-    root: bytes = b""  # result of `root_hash`: stands for the parent of the first block
+    root: bytes = b""  # result of `root_hash`, used as the parent hash of the first block
     # hashes of the first full blocks; grows on demand
     hashes: list[bytes] = field(default_factory=list)
     choice: int = 0

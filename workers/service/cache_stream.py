@@ -59,11 +59,15 @@ class CacheStream:
         for number, session in self._live.items():
             if number in steps:
                 steps[number].cache.CopyFrom(message)
-            else:  # a router without tokens in this step does not need the load
+            else:
+                # Omit the load, because a router without tokens in this step does not need it.
                 session.put(wire.ToRouter(step=wire.Step(cache=message)))
 
     def send_snapshot(self, report: CacheReport | None) -> None:
-        """Send a report's snapshot to the routers that wait for one. Send pending Steps first."""
+        """Send a report's snapshot to the routers that wait for one.
+
+        The caller must have sent pending Steps before.
+        """
         if report is None or report.snapshot is None:
             return
         for message in encode_snapshot(report.snapshot, self._incarnation):

@@ -116,7 +116,7 @@ def new_sequence(
 
 
 def _answers(submit: wire.Submit, params: SamplingParams) -> dict[int, list[int]]:
-    """Return the answer so far of each unfinished choice; for a beam search, [] for each beam."""
+    """Return the answer so far of each unfinished choice; for a beam search, one [] per beam."""
     if params.use_beam_search:
         if submit.log:
             raise BadSubmit(

@@ -62,7 +62,7 @@ class WorkerService:
         self._session_ids = count(1)
 
     async def Attach(self, request_iterator: Requests, context: grpc.aio.ServicerContext) -> None:
-        """Serve a router's stream until either side ends it."""
+        """Serve a router's stream until the router or the worker ends it."""
         hello = await self._read_hello(request_iterator, context)
         session = Session(next(self._session_ids), hello)
         self._manager.open(session)
@@ -118,7 +118,7 @@ class WorkerService:
         return welcome
 
     async def _read(self, session: Session, requests: Requests) -> None:
-        """Handle messages until the stream ends, is silent too long or sends an invalid message."""
+        """Handle messages until the stream ends, is silent too long or has an invalid message."""
         try:
             async with _HeartbeatTimeout(self._heartbeat_seconds) as silence:
                 for number in count(2):
@@ -262,8 +262,8 @@ async def serve_worker(
 
     Args:
         config: settings of the worker.
-        progress: called with (done, total) bytes of weights.
-        captured: called with (done, total) numbers of CUDA graphs.
+        progress: called with the number of bytes of weights that have been read, and their total.
+        captured: called with the number of captured CUDA graphs, and their total.
         store: rendezvous of the worker's ranks, if there are several.
         watchdog: gets a timer and the state of the engine. The caller starts the watchdog.
         on_stage: called with the name of each start-up stage except loading and graph capture.

@@ -64,7 +64,7 @@ class Session:
         Args:
             message: message to send.
             no_merge: do not merge this Step with other Steps, and do not apply the limit of tokens.
-                Used for a Step with many tokens that become available at once.
+                Used for a Step with many tokens that become available at the same time.
         """
         if self.stream_end is not None:
             return

@@ -33,7 +33,8 @@ class Submitter:
         self._grammars = grammars
         self._most = most
         self._thread = ThreadPoolExecutor(1, "grammars")
-        # by sequence whose grammar is being compiled: commands to post to the engine afterwards
+        # For each sequence whose grammar is being compiled, the commands to post to the engine
+        # after the sequence is submitted.
         self._waiting: dict[SequenceKey, list[EngineCommand]] = {}
 
     @property
@@ -42,7 +43,7 @@ class Submitter:
         return len(self._waiting)
 
     def submit(self, session: Session, key: SequenceKey, new: NewSequence) -> None:
-        """Submit a sequence that `session` holds; reject it if the engine or grammar refuses it.
+        """Submit a sequence of `session`; reject it if the engine refuses it or the grammar fails.
 
         A grammar that is not in the cache is compiled first. Until then, `post` queues the commands
         for the sequence.
@@ -71,11 +72,11 @@ class Submitter:
             self._engine.post(command)
 
     def cancel(self, key: SequenceKey) -> None:
-        """Forget a sequence that waits for its grammar; ignore other keys."""
+        """Discard a sequence that waits for its grammar; ignore other keys."""
         self._waiting.pop(key, None)
 
     def stop(self) -> None:
-        """Stop compiling grammars; forget the sequences that wait for one."""
+        """Stop compiling grammars; discard the sequences that wait for one."""
         self._waiting.clear()
         self._thread.shutdown(wait=False, cancel_futures=True)
 

@@ -29,7 +29,7 @@ from penstock.workers.weights.quantized_module import (
 from penstock.workers.weights.regions import Ranges, Region
 
 MAX_STATE_BYTES = 4096
-"""Largest size of the JSON object of a module; real ones have about 200 bytes."""
+"""Largest size of the JSON object of a module; usual objects have about 200 bytes."""
 
 _NESTED_BLOCK = 256  # number of scales that share one scale of the second level
 _ROW_FORMAT = 0  # value of `weight_format` for plain rows; other values are layouts for older GPUs
@@ -52,7 +52,7 @@ def int8_tensors(
 
 
 def read_int8(module: QuantizedModule, tensors: dict[str, Tensor]) -> QuantizedMatrix:
-    """Return a rank's part of an LLM.int8 module; raise BadCheckpoint if not stored by rows."""
+    """Return a rank's part of an LLM.int8 module. Raise BadCheckpoint unless stored by rows."""
     stored = tensors.pop("weight_format", None)
     if stored is not None and int(stored) != _ROW_FORMAT:
         raise BadCheckpoint(

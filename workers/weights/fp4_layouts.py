@@ -69,7 +69,7 @@ def read_fp4(module: QuantizedModule, tensors: dict[str, Tensor]) -> QuantizedMa
     if bool(wide.isnan().any()):
         raise BadCheckpoint(f"tensor {name} contains NaN; every scale must be a number")
     factor = _global_scale(module, tensors)
-    # Divide, instead of multiplying with a reciprocal, so that there is only one rounding.
+    # Divide instead of multiplying by a reciprocal, so that the result is rounded only once.
     wide = wide.div_(factor) if storage == "nvfp4" else wide.mul_(factor)
     return e2m1_matrix(codes, wide, module.scheme.group_size)
 

@@ -130,7 +130,8 @@ def load_model(
         max_model_len: Maximum number of positions of a sequence; only longrope uses this limit.
         quantization: "none", "float" (dequantize GGUF files), or the form to which each layer is
             quantized as soon as the layer is loaded: "int8", "fp8" or "int4".
-        deterministic: Use batch-invariant layers: results do not depend on the rest of the batch.
+        deterministic: Use batch-invariant layers, whose results do not depend on the rest of the
+            batch.
 
     Returns:
         The spec of the whole model, and the decoder of this rank.
@@ -278,7 +279,7 @@ def _match(
 
 
 def _is_unused(spec: ModelSpec, name: str, modules: Mapping[str, QuantizedModule]) -> bool:
-    """Return True if this tensor is not loaded, but a checkpoint may contain it."""
+    """Return True if a checkpoint may contain this tensor, although it is not loaded."""
     further = range(spec.num_layers, spec.num_layers + spec.num_mtp_layers)
     prefixes = tuple(f"{spec.names.layers}.{number}." for number in further)
     if modules and name.rpartition(".")[2] in UNUSED_SUFFIXES:

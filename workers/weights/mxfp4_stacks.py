@@ -44,7 +44,7 @@ class Mxfp4StackMethod:
     A rank that needs only some of the inputs loads every block that contains one of these inputs.
     """
 
-    module: QuantizedModule  # one expert's projection in the whole model; has the stack's name
+    module: QuantizedModule  # one expert's projection in the whole model, under the stack's name
     experts: range  # experts that this rank holds, by their numbers in the checkpoint
     outputs: Ranges | None  # outputs that this rank holds; None: all
     inputs: tuple[int, int] | None  # inputs that this rank holds; None: all

@@ -31,11 +31,11 @@ from penstock.workers.weights.regions import Ranges, Region
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Item i: the column (of eight) that AWQ stores in bits 4 i to 4 i + 3 of a word."""
 
-_ROWS_AT_ONCE = 512  # bounds the memory for unpacked codes of AWQ
+_ROWS_AT_ONCE = 512  # rows unpacked in one call; bounds the memory for unpacked codes of AWQ
 
 
 def check_module(module: QuantizedModule) -> None:
-    """Raise `BadCheckpoint` or `UnsupportedModel` if groups or words do not divide the sizes."""
+    """Raise `BadCheckpoint` or `UnsupportedModel` if sizes are not multiples of groups or words."""
     scheme, name = module.scheme, module.name
     size = scheme.group_size
     if scheme.storage.startswith("bitsandbytes") and size > 0 and module.inputs % size:
@@ -275,7 +275,8 @@ def _zeros(module: QuantizedModule, tensors: Mapping[str, Tensor], scales: Tenso
     if scheme.storage == "awq":
         return _awq_nibbles(tensors["qzeros"]).T.contiguous()
     if scheme.storage == "gptq":
-        # The format "gptq" stores each zero point minus 1, modulo the number of codes.
+        # The format "gptq" stores (zero point - 1) modulo the number of codes. Its `zero_offset` is
+        # therefore 1.
         stored = _unpacked(tensors["qzeros"], scheme.bits).T.contiguous()
         return stored.add_(scheme.zero_offset).bitwise_and_(2**scheme.bits - 1)
     if scheme.symmetric:

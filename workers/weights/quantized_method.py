@@ -214,8 +214,9 @@ UNUSED_SUFFIXES = (
     *("input_scale", "input_zero_point", "activation_scale", "weight_shape"),
     *("k_scale", "v_scale", "q_scale", "output_scale", "input_global_scale"),
 )
-"""Suffixes of tensors in quantized checkpoints that are not loaded. Activations are quantized at
-run time or not at all, the KV cache has no static scales, and shapes are known."""
+"""Suffixes of tensors in quantized checkpoints that are not loaded. They are not needed:
+activations are quantized at run time or not at all, the KV cache has no static scales, and shapes
+are known."""
 
 
 def assign_methods(
@@ -235,7 +236,7 @@ def assign_methods(
 
 
 def has_int4_groups(scheme: WeightScheme) -> bool:
-    """Return whether 4-bit weights and INT8 activations have a product of integers on some CPU."""
+    """Return whether some CPU can multiply these 4-bit weights by INT8 activations as integers."""
     if scheme.bits != 4 or scheme.activations != "int8" or scheme.act_order:
         return False
     return scheme.group_size <= 0 or divides_blocks(scheme.group_size)

@@ -121,7 +121,7 @@ class HasHeads(Protocol):
 
 
 def kv_heads(spec: HasHeads, coord: MeshCoord) -> range:
-    """Return the KV heads that a rank holds; the one KV head of MLA is held by every rank."""
+    """Return the KV heads of a rank; with MLA, every rank has the only KV head."""
     num_heads = spec.kv_shape[1]
     first = num_heads * coord.tp_rank // coord.mesh.tp
     return range(first, first + max(1, num_heads // coord.mesh.tp))
@@ -137,7 +137,7 @@ def region_shape(shape: tuple[int, ...], region: Region) -> tuple[int, ...]:
 
 
 def regions(spec: ModelSpec, coord: MeshCoord) -> dict[str, Region]:
-    """Return, by checkpoint name, the regions of the tensors that a rank holds only in part.
+    """Return the region of each tensor of which a rank has only a part, by checkpoint name.
 
     Args:
         spec: Spec of the whole model.
@@ -290,5 +290,5 @@ def _outputs(name: str, rows: Ranges) -> TensorRegions:
 
 
 def _inputs(name: str, columns: Ranges) -> TensorRegions:
-    """Yield the region of a row-parallel weight. The bias is not divided: one rank adds it."""
+    """Yield the region of a row-parallel weight. One rank adds the bias, which is not divided."""
     yield f"{name}.weight", (None, columns)

@@ -41,7 +41,7 @@ class TensorEntry(ABC):
 
     @abstractmethod
     def bytes_of(self, num_items: int) -> int:
-        """Return how many bytes of the file hold `num_items` items of a loadable dtype."""
+        """Return the number of bytes in the file of `num_items` items of a loadable dtype."""
 
     @abstractmethod
     def load(

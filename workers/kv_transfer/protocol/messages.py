@@ -18,7 +18,8 @@ PairKey: TypeAlias = tuple[int, int]
 """(source rank, destination rank)."""
 
 MAX_PEERS = 16
-"""Maximum number of connected sources, and of destinations; idle ones give way to new ones."""
+"""Maximum number of connected sources, and also of destinations. If all slots are used, an idle
+connection is closed for a new one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +50,8 @@ class Header:
 class Credit:
     """The destination's answer to a header.
 
-    A credit is binding: the source sends the bytes, or the pair breaks. With `discard`, the source
-    must not send them.
+    A credit is binding: the source sends the bytes, or the pair breaks. If `discard` is set, the
+    source must not send the bytes.
     """
 
     epoch: int

@@ -15,7 +15,8 @@ from typing import Generic, Protocol, TypeVar
 from penstock.workers.kv_transfer.protocol.messages import MAX_PEERS, Peer
 
 MAX_EARLY_PEERS = MAX_PEERS // 2
-"""Maximum number of peers to which connections are made early. Routers list at most as many."""
+"""Maximum number of peers to which connections are made early; also the maximum length of a
+router's list."""
 
 MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 60.0
 """Delay before the first new attempt after a failure, and maximum delay after repeated failures."""
@@ -47,7 +48,7 @@ C = TypeVar("C", bound=Connection)
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A connection to a listed peer that broke, or could not be made."""
+    """A connection to a listed peer that broke or could not be established."""
 
     peer: Peer
     reason: str
@@ -109,11 +110,12 @@ class PeerTable(Generic[C]):
         return connection
 
     def make_slot(self, peer: Peer) -> tuple[bool, C | None]:
-        """Find a slot for a new connection to `peer`, which `use` did not find.
+        """Find a slot for a new connection to `peer`, for which `use` has returned None.
 
         Returns:
-            Whether there is a slot, and a connection that the caller must close first (or None).
-            This is an outdated connection to the same worker, or the least recently used idle one.
+            Whether there is a slot, and the connection that the caller must close first, or None.
+            The connection to close is an outdated one to the same worker, or the least recently
+            used idle one.
         """
         outdated = self._connections.pop(peer.worker, None)
         if outdated is not None:
@@ -133,7 +135,7 @@ class PeerTable(Generic[C]):
     # ------------------------------------------------------------ early connections
 
     def set_peers(self, stream: object, peers: Sequence[Peer]) -> None:
-        """Replace the list of a router's stream, most important peers first."""
+        """Replace the list of peers of a router's stream, most important peers first."""
         before = self._lists.pop(stream, ())
         self._lists[stream] = list(peers[:MAX_EARLY_PEERS])
         listed = {peer.worker for each in self._lists.values() for peer in each}
@@ -152,7 +154,7 @@ class PeerTable(Generic[C]):
         return list(found.values())[:MAX_EARLY_PEERS]
 
     def failed(self, peer: Peer, reason: str, now: float) -> Failure:
-        """Note that a connection to a listed peer broke, or could not be opened."""
+        """Schedule the next attempt after a connection to a listed peer broke or failed to open."""
         retry = self._retries.get(peer)
         num_failures = 1 if retry is None else retry.num_failures + 1
         delay = min(MIN_RETRY_SECONDS * 2.0 ** min(num_failures - 1, 30), MAX_RETRY_SECONDS)

@@ -52,7 +52,7 @@ class ExpectedTransfer:
 
 @dataclass(frozen=True, slots=True)
 class TransferResult:
-    """Result of a transfer; if `reason` is not empty, it failed and none of its data is used."""
+    """Result of a transfer. A transfer with a `reason` has failed, and its data is not used."""
 
     epoch: int
     num_bytes: int
@@ -122,11 +122,11 @@ class _IncomingTransfer:
     """An open transfer and its progress."""
 
     expected: ExpectedTransfer
-    deadline: float  # the transfer fails at this time; each progress extends it
+    deadline: float  # the transfer fails at this time; any progress extends the time
     peer: IncomingPeer | None = None  # the connected source; set by its first message
     coverages: list[Coverage] = field(default_factory=list)  # received parts of each rank
-    pieces: dict[int, tuple[int, Shard]] = field(default_factory=dict)  # index -> (rank, shard)
-    receiving: Counter[int] = field(default_factory=Counter)  # rank -> number of pending pieces
+    pieces: dict[int, tuple[int, Shard]] = field(default_factory=dict)  # by index: (rank, shard)
+    receiving: Counter[int] = field(default_factory=Counter)  # by rank: number of pending pieces
     num_bytes: int = 0
 
     def begin(
@@ -135,7 +135,7 @@ class _IncomingTransfer:
         rectangles: Sequence[LayerHeadRange],
         max_bytes: Sequence[float],
     ) -> None:
-        """Accept messages from `peer`; `max_bytes` is the largest message of each rank."""
+        """Accept messages from `peer`; `max_bytes` is the maximum message size of each rank."""
         self.peer = peer
         start, stop = self.expected.start, self.expected.stop
         self.coverages = [
@@ -182,7 +182,7 @@ class ReceiveProtocol:
         shape: Shape of this worker's blocks.
         rectangles: Layers and heads of each rank of this worker.
         seconds: A transfer fails after this time without progress.
-        max_bytes: Largest message of each rank; None: there is no limit.
+        max_bytes: Maximum message size of each rank; None: there is no limit.
     """
 
     def __init__(
@@ -243,7 +243,7 @@ class ReceiveProtocol:
         """Accept a connection of a source; return None if there is no slot for it.
 
         An earlier connection of the same worker is closed. If all slots are taken, an `early`
-        connection is refused; any other one takes the slot of a source without open transfers.
+        connection is refused; another connection takes the slot of a source without open transfers.
         """
         earlier = [each for each in self._peers.values() if each.source[0] == source[0]]
         has_slot = bool(earlier) or len(self._peers) < MAX_PEERS
@@ -275,7 +275,7 @@ class ReceiveProtocol:
     def _drop_peer(self, peer: IncomingPeer, reason: str, source_alive: bool = False) -> None:
         """Close a source's connection and fail the transfers that the source was sending.
 
-        Unless `source_alive`, also fail transfers that the source has not begun to send.
+        If `source_alive` is False, also fail transfers that the source has not begun to send.
         """
         del self._peers[peer.generation]
         self._commands.append(CloseSource(peer.generation))

@@ -163,7 +163,7 @@ class SendProtocol:
         self._windows: dict[PairKey, _Window] = {}
         # announced messages, by epoch and index
         self._announced: dict[tuple[int, int], _Message] = {}
-        # messages that a rank must send and has not reported yet
+        # messages that a rank must send, but has not yet reported as sent
         self._sending: dict[tuple[int, int], _Message] = {}
         self._commands: list[SendCommand] = []
 
@@ -266,7 +266,7 @@ class SendProtocol:
     # ------------------------------------------------------------ progress of the transfers
 
     def check_deadlines(self, now: float) -> float | None:
-        """Close the channel if connecting, or an answer of the destination, takes too long.
+        """Close the channel if the connection or an answer of the destination takes too long.
 
         Returns:
             Time of the next check, or None if nothing is awaited.
@@ -297,7 +297,7 @@ class SendProtocol:
         """Announce messages until a window is full; end the transfer if nothing is left.
 
         Args:
-            is_first: Let this transfer announce ahead of those that wait for the window.
+            is_first: True: this transfer announces before the transfers that wait for the window.
         """
         while not transfer.stopped:
             window = self._windows[transfer.messages[0][0]]

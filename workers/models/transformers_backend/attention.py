@@ -112,7 +112,7 @@ class PagedAttention:
         return out[..., : heads.values.shape[-1]]
 
     def _repeated(self, heads: Tensor) -> Tensor:
-        """Repeat the KV heads if the layer has fewer KV heads than the cache."""
+        """Repeat the KV heads of a layer that has fewer KV heads than the cache."""
         times = self.cache.shape[3] // heads.shape[1]
         return heads if times == 1 else heads.repeat_interleave(times, dim=1)
 

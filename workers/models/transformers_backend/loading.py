@@ -88,7 +88,7 @@ def _their_config(architecture: str, folder: Path) -> Any:
 
 
 def _only_attends(theirs: Any) -> bool:
-    """Return whether all layers are attention layers, although `_is_stateful` is set."""
+    """Return whether all layers are attention layers, although the model sets `_is_stateful`."""
     kinds = getattr(theirs, "layer_types", None) or [None]
     return set(kinds) <= {"attention", "full_attention", "sliding_attention"}
 
@@ -130,7 +130,8 @@ def _load(folder: Path, dtype: torch.dtype) -> Any:
             folder,
             dtype=dtype,
             attn_implementation=NAME,
-            # the alternative, grouped GEMMs, does not support all shapes
+            # Run experts one by one, because the alternative (grouped GEMMs) does not support all
+            # shapes.
             experts_implementation="eager",
             local_files_only=True,
             trust_remote_code=False,

@@ -53,7 +53,7 @@ class _StubBody(nn.Module):
         super().__init__()
         self.kind: type[Any] = dict  # type of the body's result; set in the body's first run
         self.hidden: Tensor | None = None
-        # in a list, so that `nn.Module` does not register the body as a submodule
+        # kept in a list, so that `nn.Module` does not register the body as a submodule
         self._body = [body]
 
     def __getattr__(self, name: str) -> Any:

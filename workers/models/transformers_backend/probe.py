@@ -33,7 +33,7 @@ class MaskProbe:
     window: int
 
     def __getattr__(self, name: str) -> object:
-        """Raise `Unsupported`, because a model that reads attributes of a mask computes with it."""
+        """Raise `Unsupported`: a model that reads attributes of a mask uses it in computations."""
         if name.startswith("__"):
             raise AttributeError(name)
         raise Unsupported("the model's code computes with attention masks")
@@ -57,7 +57,8 @@ class RecordingAttention:
     """Handler that records attention calls; each token attends only to itself."""
 
     max_model_len: int
-    check_masks: bool  # check masks and record calls; only possible in runs of a single token
+    # whether masks are checked and calls recorded; only possible in runs of a single token
+    check_masks: bool
     calls: dict[int, AttentionCall] = field(default_factory=dict)
 
     def mask(self, options: dict[str, Any]) -> object:

@@ -79,4 +79,4 @@ DEQUANTIZE: Mapping[str, Callable[[Tensor], Tensor]] = {
     "Q5_1": _q5_1,
     **K_QUANTS,
 }
-"""Conversion functions by the name of the type."""
+"""Conversion functions by the name of GGUF's type."""

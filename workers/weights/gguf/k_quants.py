@@ -79,7 +79,7 @@ def _q4_k(blocks: Tensor) -> Tensor:
 
 
 def _q5_k(blocks: Tensor) -> Tensor:
-    """Convert blocks like Q4_K's, with 32 bytes for the items' high bits before the low bits."""
+    """Convert blocks like those of Q4_K, but with 32 bytes of high bits before the low bits."""
     high = bits(blocks[:, 16:48], 1, 8).flatten(1)
     low = bits(blocks[:, 48:].view(-1, 4, 32), 4, 2).flatten(1)
     return _with_least(blocks, low | (high << 4))
@@ -104,4 +104,4 @@ def _q6_k(blocks: Tensor) -> Tensor:
 
 
 K_QUANTS = {"Q2_K": _q2_k, "Q3_K": _q3_k, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k}
-"""Conversion functions by the name of the type."""
+"""Conversion functions by the name of GGUF's type."""

@@ -12,7 +12,7 @@ from penstock.workers.weights.gguf.packed_blocks import PackedBlocks
 log = logging.getLogger(__name__)
 
 _MUCH_LARGER = 1.5
-"""Ratio of bytes in memory to bytes in the file; above it, the log line is a warning."""
+"""Ratio of bytes in memory to bytes in the file above which the log line is a warning."""
 
 
 def log_loading(

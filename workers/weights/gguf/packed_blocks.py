@@ -1,4 +1,4 @@
-"""Keeps blocks of Q8_0 and Q4_0 packed, as the codes and scales of weight-only products.
+"""Keeps blocks of Q8_0 and Q4_0 packed, as codes and scales for weight-only products.
 
 A weight of such a block is scale * q, with one float16 scale per 32 inputs and a q of 8 or 4 bits.
 Compressed-tensors checkpoints with groups of 32 inputs define their weights in the same way. Each
@@ -32,7 +32,7 @@ from penstock.workers.weights.sharding import regions
 from penstock.workers.weights.tensor_entry import TensorEntry
 
 GROUP = 32
-"""Inputs per block, and per group of the packed weights."""
+"""Number of inputs of a block, which is also the group size of the packed weights."""
 
 _SCALE_BYTES = 2  # a block begins with its float16 scale
 
@@ -70,7 +70,7 @@ _FORMS = {
     "Q8_0": _Form(WeightScheme("int8", 8, GROUP), "weight", "I8", _q8_0_codes),
     "Q4_0": _Form(WeightScheme("packed", 4, GROUP), "weight_packed", "I32", _q4_0_words),
 }
-"""Forms by the name of the block type."""
+"""Form in which each block type is loaded, by the name of the type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,8 @@ class PackedTensor(TensorEntry):
         matrix: The matrix in the file.
         convert: Converts blocks to codes or to scales.
         scale_bytes: Scales of the blocks that were read for the codes, by the rows of the blocks.
-            With them, the file is not read again for the scales. Codes and scales share this dict.
+            They are kept so that the file is not read a second time for the scales. The
+            `PackedTensor` of the codes and that of the scales share this dict.
     """
 
     matrix: GgufEntry

@@ -19,7 +19,7 @@ from penstock.workers.weights.gguf.tensor_names import NOT_WEIGHTS, checkpoint_n
 from penstock.workers.weights.regions import Ranges, Region
 from penstock.workers.weights.tensor_entry import TensorEntry
 
-# Number of items that are dequantized at a time. The rows of one head are never split.
+# Number of items to dequantize in one call. The rows of one head are never split.
 CHUNK_ITEMS = 1 << 20
 
 
@@ -43,7 +43,8 @@ class GgufEntry(TensorEntry):
         return self.own_name
 
     def loadable_dtypes(self, accepted: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(DEQUANTIZE)  # every type is dequantized to floats
+        # all block types can be loaded, because each is dequantized to floats
+        return tuple(DEQUANTIZE)
 
     def bytes_of(self, num_items: int) -> int:
         kind = BY_NAME[self.dtype]
@@ -72,7 +73,8 @@ class GgufEntry(TensorEntry):
 
         Args:
             target: Contiguous tensor for the converted items, with the shape of the region.
-            read: Called with (first row, number of rows); returns their blocks as `read_rows` does.
+            read: Called with (first row, number of rows); returns the blocks of these rows as
+                `read_rows` does.
             region: Part of the matrix of converted items to load; empty means all of it.
             convert: Converts blocks [n, bytes of a block] to items [n, items per block].
             bytes_of: Converts a number of items to the number of bytes to report to `progress`.
