@@ -73,6 +73,6 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Enable garbage collection in the controller of xdist, because it does not collect tests."""
+    """Enable garbage collection in the controller of xdist, which gathers no tests itself."""
     if session.config.getoption("numprocesses", None):
         gc.enable()

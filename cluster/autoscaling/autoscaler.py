@@ -73,7 +73,7 @@ class ScalingPolicy:
     def memory(self, cold_start: float) -> float:
         """Return for how many seconds a burst is remembered.
 
-        The result is 20 times `cold_start`, but at least 2.5 and at most 15 times `down`.
+        The result is 20 times `cold_start`, but at least 2.5 times and at most 15 times `down`.
         """
         return min(max(MEMORY_COLD_STARTS * cold_start, 2.5 * self.down), 15 * self.down)
 

@@ -352,8 +352,8 @@ class ClusterSpec:
                 found = ", ".join(f"{role} {value or 'default'}" for role, value in values.items())
                 raise SpecError(
                     f"models.{self.model_name}.deterministic: all pools need the same {name}, "
-                    f"found {found}: deterministic workers exchange KV only in equal blocks and "
-                    "between equal ranks"
+                    f"found {found}: deterministic workers exchange KV only with equal block sizes "
+                    "and meshes"
                 )
 
     def _check_topology(self) -> None:

@@ -85,7 +85,7 @@ def _page_at(
     number: int, blocks: tuple[int, int], table: Ints, kv_layout: tuple[int, int, int],
     size: int, values_at: int,
 ) -> int:  # fmt: skip
-    """Return the index in the flat cache of page `number` of a work item.
+    """Return where page `number` of a work item starts in the flat cache.
 
     The result is -1 if there is no page with this number. `blocks` is the result of
     `visible_blocks`. The first pages are the keys of these blocks, and the other pages are the

@@ -13,7 +13,7 @@ def _sum_words_kernel(
     chunk_weights,  # [chunks + 1] int64 odd random numbers, for the chunks' hashes
     total,  # [1] int64, initially zero
     num_words,  # n, number of words
-    CHUNK: tl.constexpr,  # words of a chunk
+    CHUNK: tl.constexpr,  # number of words per chunk
 ):
     """Hash one chunk, multiply the hash by the chunk's weights, and add the result to `total`.
 

@@ -93,7 +93,10 @@ class QuantizedMatrix:
         return len(self.codes), len(self.groups)
 
     def dequantize(self, first: int = 0, last: int | None = None) -> Tensor:
-        """Return rows [first, last) as float32; each weight is a product that is rounded once."""
+        """Return rows [first, last) as float32.
+
+        Each weight is its code, minus the zero point, times its scale, rounded to float32 once.
+        """
         rows = slice(first, last)
         codes, groups = self.codes[rows], self.groups.long()
         scales = self.scales[rows][:, groups]

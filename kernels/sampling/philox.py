@@ -148,7 +148,7 @@ def gumbel_(words: Floats) -> Floats:
     The function uses only additions, subtractions, multiplications and divisions, each rounded
     separately. These are bitwise identical on all devices, but library logarithms are not.
     """
-    # Words close to 2^32 round up to 2^32, and their noise would be infinite without the minimum.
+    # Words close to 2^32 round up to 2^32. Their noise would be infinite without `np.minimum`.
     uniform = np.minimum(np.multiply(np.add(words, 0.5, out=words), 2.0**-32, out=words), NEAR_ONE)
     # As in log1p: with r = 1 - u rounded, -log(1 - u) = -log(r) u / (1 - r), or u if r is 1.
     rest = 1 - uniform

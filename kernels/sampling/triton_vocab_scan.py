@@ -150,7 +150,7 @@ def _compact_kernel(
     tokens,  # [R, V] int32: candidates' token ids; not written without TOKENS
     counts,  # [R] int32: number of candidates; 0 if no filter but min_p applies
     tops,  # [R] float32: the largest logit / temperature
-    bounds,  # [R] float32: lower bound of the logits / temperature that the filters may keep
+    bounds,  # [R] float32: no filter keeps a token whose logit / temperature is lower
     logits_stride,
     vocab_size,
     num_segments,

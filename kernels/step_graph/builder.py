@@ -180,7 +180,9 @@ class GraphBuilder:
             raise UnsupportedGraph("linear layers of several kinds or sizes of groups")
         for linear in linears:
             if not self.supports_linear(linear):
-                raise UnsupportedGraph(f"product from {x} to {out} by {type(linear).__name__}")
+                raise UnsupportedGraph(
+                    f"no operation computes the product of {type(linear).__name__} ({x} to {out})"
+                )
             assert (x.width, out.width) == (linear.num_inputs, linear.num_outputs)
         if isinstance(linears[0], PackedLinearF32):
             self._append_each(rows, [MatmulF32(x, linear, out) for linear in linears])

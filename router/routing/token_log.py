@@ -16,7 +16,8 @@ class AppendResult(Enum):
     """Result of appending a token to a log."""
 
     APPENDED = 0  # the token was appended, and nothing else changed
-    STATE_CHANGED = 1  # the token was appended, and is its attempt's first or ends a choice
+    # The token was appended; it is the first token of its attempt, or it ends a choice.
+    STATE_CHANGED = 1
     MOVED = 2  # no token was appended, but the request's state changed
     DUPLICATE = 3  # ignored, since the token is already known or of an old attempt
     GAP = 4  # refused, since earlier tokens are missing or the choice does not exist

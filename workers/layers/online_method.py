@@ -94,7 +94,7 @@ class OnlineStackMethod:
     experts: range  # experts that this rank holds, by their numbers in the checkpoint
     outputs: Ranges | None  # outputs that this rank holds; None: all
     inputs: tuple[int, int] | None  # inputs that this rank holds; None: all
-    num_inputs: int  # number of inputs in the whole model
+    num_inputs: int  # number of inputs of the layer on all ranks together
     _loaded: dict[int, Tensor] = field(default_factory=dict)
     _matrices: dict[int, QuantizedMatrix] = field(default_factory=dict)
 

@@ -246,7 +246,7 @@ class Sampler:
     ) -> Tensor:
         """Return scores that may be modified: `logits`, or a copy if `logits` are still needed.
 
-        Apply log-softmax to the rows `beams` of the copy.
+        If `beams` is not empty, the result is a copy, with log-softmax applied to the rows `beams`.
         """
         if len(beams) == len(logits):
             return logits.log_softmax(-1)

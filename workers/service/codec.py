@@ -127,8 +127,11 @@ def _answers(submit: wire.Submit, params: SamplingParams) -> dict[int, list[int]
     answers: dict[int, list[int]] = {choice: [] for choice in range(params.n)}
     if len({entry.choice for entry in submit.log}) < len(submit.log):
         raise BadSubmit("the log of the request has several entries for one choice: expected one")
-    if any(entry.choice not in answers for entry in submit.log):
-        raise BadSubmit(f"the log of the request has a choice outside 0 to {params.n - 1}")
+    unknown = [entry.choice for entry in submit.log if entry.choice not in answers]
+    if unknown:
+        raise BadSubmit(
+            f"the log of the request has choice {unknown[0]}: expected 0 to {params.n - 1}"
+        )
     for entry in submit.log:
         answers[entry.choice] = list(entry.tokens)
         if entry.finished:

@@ -98,7 +98,7 @@ def check_same_bytes(runs: Sequence[Figures]) -> None:
 
 
 def describe(name: str, figures: Figures) -> str:
-    """Return the figures of one tree as text."""
+    """Return the measurements of one source tree as text."""
     transfer, bare = figures["transfer"], figures["bare"]
     ratios = [b / t for b, t in zip(bare["wall"], transfer["wall"], strict=True)]
     mib = figures["bytes"] / (1 << 20)

@@ -63,7 +63,7 @@ class ClusterPlan:
     cold_start: float = 30.0  # seconds
     bandwidth: float = BANDWIDTH
     ttft_slo_seconds: float = 0.0  # SLO of the router's queue order; 0 means order of arrival
-    router: RouterLimits | None = None  # None means an unbounded queue with `ttft_slo_seconds`
+    router: RouterLimits | None = None  # None: an unbounded queue with `ttft_slo_seconds`
     single_steps: bool = False  # whether every step is a separate event
     # Whether workers report step times to the routers. This changes the results slightly, compared
     # with `single_steps`: steps that are simulated as one event report only their mean time.

@@ -133,7 +133,7 @@ class Fleet(list[V], Generic[V]):
             group: WorkerGroup(self, bisect_left(kinds, first), bisect_left(kinds, end))
             for group, (first, end) in GROUPS.items()
         }
-        # Workers by machine; workers without a machine are absent.
+        # Workers that share cores, by machine. Workers whose `machine` is empty share no cores.
         self._peers: dict[str, list[V]] = {}
         for view in self:
             if view.info.machine:

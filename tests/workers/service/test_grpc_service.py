@@ -496,7 +496,7 @@ async def test_beam_search_is_sent_in_one_step_at_its_end(router: AttachedRouter
         ),
         ({"log": [wire.ChoiceLog(choice=0, tokens=[3] * 5)]}, "continue has 5 tokens"),
         ({"log": [wire.ChoiceLog(choice=0, tokens=[VOCAB_SIZE])]}, "answer so far"),
-        ({"log": [wire.ChoiceLog(choice=1, tokens=[3])]}, "a choice outside 0 to 0"),
+        ({"log": [wire.ChoiceLog(choice=1, tokens=[3])]}, "has choice 1: expected 0 to 0"),
         ({"log": [wire.ChoiceLog(choice=0, finished=True)]}, "finished"),
         ({"salt": b"x" * 1000}, "salt"),
         ({"params": search_params(1)}, "best_of must be a whole number|best_of from 2 to 256"),

@@ -79,7 +79,10 @@ class CloseChannel:
 
 @dataclass(frozen=True, slots=True)
 class Unpin:
-    """Release a transfer's blocks, after all ranks have stopped reading. Once per transfer."""
+    """Release a transfer's blocks, after all ranks have stopped reading.
+
+    This command is given once per transfer.
+    """
 
     transfer: OutgoingTransfer
 

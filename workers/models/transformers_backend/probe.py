@@ -36,10 +36,14 @@ class MaskProbe:
         """Raise `Unsupported`: a model that reads attributes of a mask uses it in computations."""
         if name.startswith("__"):
             raise AttributeError(name)
-        raise Unsupported("the model's code computes with attention masks")
+        raise Unsupported(
+            "the model's code computes with attention masks: expected code that only passes them on"
+        )
 
     def __getitem__(self, index: object) -> object:
-        raise Unsupported("the model's code computes with attention masks")
+        raise Unsupported(
+            "the model's code computes with attention masks: expected code that only passes them on"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +208,7 @@ def check_layers(calls: dict[int, AttentionCall], num_layers: int) -> list[Atten
         if most % call.num_kv_heads or call.num_heads % most:
             raise Unsupported(
                 f"layer {layer} has {call.num_heads} query heads and {call.num_kv_heads} KV heads, "
-                f"but another layer has {most} KV heads: {most} must be a multiple of "
-                f"{call.num_kv_heads} and divide {call.num_heads}"
+                f"but another layer has {most} KV heads: expected a multiple of the layer's "
+                f"{call.num_kv_heads} KV heads that divides its {call.num_heads} query heads"
             )
     return found
