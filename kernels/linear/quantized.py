@@ -41,6 +41,7 @@ from penstock.kernels.linear.cpu_packed_int4 import (
     pack_int4_panels,
     supported_group,
 )
+from penstock.kernels.linear.nan_codes import nan_codes
 from penstock.kernels.linear.panels import padded_bias, to_panels
 from penstock.kernels.linear.triton_quantized import TILE_INPUTS, quantized_matmul_triton
 from penstock.kernels.triton_common.launch import runs_kernels, use_triton
@@ -369,8 +370,7 @@ def _scales(matrix: QuantizedMatrix) -> Tensor:
     num_outputs, num_inputs = matrix.shape
     count = max(1, TILE_WEIGHTS // num_inputs)  # bounds the memory for the comparison
     for first in range(0, num_outputs, count):
-        is_nan = matrix.codes[first : first + count] & 127 == 127
-        outputs, inputs = torch.nonzero(is_nan, as_tuple=True)
+        outputs, inputs = nan_codes(matrix.codes[first : first + count])
         scales[first + outputs, matrix.groups[inputs].long()] = torch.nan
     return scales
 
