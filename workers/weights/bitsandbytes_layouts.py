@@ -125,6 +125,11 @@ def read_table(
     codes = (stored << 4) | (stored >> 4)
     scales = tensors.pop("weight.absmax")
     if module.scheme.nested:
+        if not bool(tensors["weight.nested_quant_map"].isfinite().all()):
+            raise BadCheckpoint(
+                f"tensor {module.name}.weight.nested_quant_map has values that are NaN or "
+                "infinite: expected finite numbers; download the checkpoint again"
+            )
         groups = group_cut(module, columns)
         flat = _flat_region(rows, groups, module.outputs, module.num_groups)
         scales = _nested_scales(tensors, scales, flat, _offset(module, state))

@@ -247,6 +247,11 @@ def method_names(modules: Mapping[str, QuantizedModule]) -> str:
     return ", ".join(sorted({module.scheme.name for module in modules.values()})) or "float"
 
 
+def _described_in_full(scheme: WeightScheme) -> str:
+    """Return the name of a scheme, and whether the scheme has zero points."""
+    return scheme.name if scheme.symmetric else f"{scheme.name} with zero points"
+
+
 def log_weight_only(
     modules: Mapping[str, QuantizedModule], device: torch.device, dtype: torch.dtype
 ) -> None:
@@ -266,6 +271,6 @@ def log_weight_only(
             "%s products are not available for %s on %s with %s: weights stay quantized, and "
             "activations are not quantized (weight-only)",
             " and ".join(sorted({each.activations.upper() for each in lacking})),
-            " and ".join(sorted({each.name for each in lacking})), device.type,
+            " and ".join(sorted({_described_in_full(each) for each in lacking})), device.type,
             str(dtype).removeprefix("torch."),
         )  # fmt: skip
