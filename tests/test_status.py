@@ -9,6 +9,7 @@ import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from penstock.cli import main
 from penstock.cli.status import fetch
 from penstock.cli.status_view import duration, number, page
 from penstock.protos import worker_pb2 as pb
+from penstock.protos.worker_codec import encode_worker_load
 from penstock.router.config import RouterConfig
 from penstock.router.observability.snapshot import (
     PoolScaling,
@@ -26,7 +28,10 @@ from penstock.router.observability.snapshot import (
     Scaling,
     ScalingDecision,
 )
+from penstock.workers.config import WorkerConfig
+from penstock.workers.engine.engine import Engine
 from tests.support.api_keys import EVERY_ROLE, METRICS
+from tests.support.demo_served import FOLDER
 from tests.support.served_router import Served, model_folder, serving, until
 from tests.support.stub_worker import StubWorker
 
@@ -69,6 +74,12 @@ def rendered(status: dict[str, object], width: int = 80) -> list[str]:
     return console.file.getvalue().splitlines()
 
 
+def has_blocks(served: Served, count: int) -> bool:
+    """Return whether the last load report of the only worker has `count` blocks."""
+    (worker,) = served.router.frontend.take_snapshot().workers
+    return worker.numbers is not None and worker.numbers.load.num_blocks == count
+
+
 def command(*arguments: str) -> "asyncio.Future[int]":
     return asyncio.ensure_future(asyncio.to_thread(main, ["status", *arguments]))
 
@@ -87,6 +98,32 @@ async def test_the_tables_fit_80_columns(
         assert word in busy.split(), (word, busy)
     assert await command(served.admin_url) == 0
     assert "decode-worker-0" in capsys.readouterr().out
+
+
+async def test_int8_cache_has_almost_twice_the_capacity_of_bfloat16_in_the_same_memory(
+    tmp_path: Path,
+) -> None:
+    """Send the loads of two engines with models, and read the column "of" that `status` prints."""
+    config = RouterConfig(model_folder(tmp_path), "stub")
+    shown, sequences = {}, {}
+    for name in ("bfloat16", "int8"):
+        engine = Engine(WorkerConfig(name, FOLDER, kv_cache_mib=8, kv_cache_dtype=name))
+        assert engine.cache.data.nbytes <= 8 << 20
+        load = engine.load()
+        worker = StubWorker(name)
+        worker.welcome.block_size = engine.limits.block_size
+        async with serving(config, worker) as served:
+            worker.send(pb.ToRouter(step=pb.Step(load=encode_worker_load(load))))
+            await until(partial(has_blocks, served, load.num_blocks))
+            status = await asyncio.to_thread(fetch, served.admin_url)
+        (row,) = (line.split() for line in rendered(status) if line.startswith(name))
+        shown[name] = row[row.index("0%") + 1]
+        kv_tokens = status["workers"][0]["numbers"]["kv_tokens"]
+        sequences[name] = kv_tokens / engine.limits.max_model_len
+    assert shown == {"bfloat16": "16k", "int8": "31k"}
+    # The heads have 32 features: 64 bytes, or 32 bytes and a float16 scale.
+    assert sequences["int8"] / sequences["bfloat16"] == pytest.approx(64 / 34, rel=1e-3)
+    assert [int(each) for each in sequences.values()] == [8, 15]
 
 
 async def test_pool_sizes_and_scaling_decisions_are_shown(served: Served) -> None:
