@@ -36,8 +36,9 @@ def load_cpu_kernels(dtype: torch.dtype) -> None:
 
 
 MAX_ROWS = 96
-"""Maximum number of query rows of a tile; a tile of a single token may have more. A tile has tokens
-times query heads per KV head rows. The kernel reads a block once for all rows of a tile."""
+"""Maximum number of query rows of a tile; a tile of a single token may have more. The number of
+rows is the number of tokens times the query heads per KV head. The kernel reads a block once for
+all rows of a tile."""
 
 
 @dataclass(frozen=True, slots=True)

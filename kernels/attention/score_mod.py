@@ -25,8 +25,8 @@ class ScoreMod:
 
     scale: float | None = None  # factor of the scores; None means 1 / sqrt(features per head)
     cap: float = 0.0  # soft cap; 0 if there is none
-    sinks: Tensor | None = None  # attention sink of each query head; None if there are none
-    slopes: Tensor | None = None  # ALiBi slope of each query head; None if there are none
+    sinks: Tensor | None = None  # [Hq] attention sink of each query head; None if there are none
+    slopes: Tensor | None = None  # [Hq] ALiBi slope of each query head; None if there are none
 
 
 PLAIN = ScoreMod()

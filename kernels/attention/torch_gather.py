@@ -26,8 +26,8 @@ from penstock.kernels.kv_cache.format import dequantize
 Ints: TypeAlias = npt.NDArray[np.integer]
 
 SPLIT_BYTES = 1 << 19
-"""A padded batch is split if this saves more than SPLIT_BYTES bytes of padding. The time for an
-additional batch equals the time for reading this number of bytes (measured)."""
+"""A padded batch is split if the split saves more than SPLIT_BYTES bytes of padding. The time for
+an additional batch equals the time for reading this number of bytes (measured)."""
 
 MAX_PADDING = 512
 """Longest context, in positions, for which a chunk is read in place. Reading in place is a fifth

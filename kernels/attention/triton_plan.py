@@ -49,7 +49,7 @@ RESIDENT_WARPS = 8
 
 CHUNK_WAVES = 2
 """Number of programs of split chunks, divided by the number of programs that can run at the same
-time. With a ratio of 1, a few programs too many would often need a second wave of their own."""
+time. With a ratio of 1, the last few programs would often have to run in a second wave."""
 
 
 class Lengths(NamedTuple):

@@ -2,16 +2,16 @@
 
 An item is a row tile of one sequence and a range of the sequence's positions; a program of
 `attend_kernel` computes an item for one KV head. A row is one query token and one query head of the
-KV head. If the positions of a sequence are cut into several ranges (partitions), its items write
+KV head. If the positions of a sequence are cut into several ranges (partitions), the items write
 partial results, which `merge_kernel` merges in the order of positions. Items are of two kinds:
 
 - Few rows: the query rows of the sequence fit into one tile, as in decode. A fixed number of
   workers computes the list of these items, and each worker computes a contiguous range of the list
   (a persistent grid). Contexts are cut only where the range of a worker ends. The work of all
   workers is therefore equal, and the number of partial results is small for any context lengths.
-- Chunks: each item is one row tile with all its positions. A short chunk after a long cached prefix
-  has too few tiles to fill the device. Contexts are then cut into partitions of one length, so that
-  the programs fill the device.
+- Chunks: normally, each item is one row tile with all its positions. A short chunk after a long
+  cached prefix has too few tiles to fill the device. Contexts are then cut into partitions of one
+  length, so that the programs fill the device.
 
 With `one_path`, the partitions of a sequence must not depend on the batch or the device. Contexts
 are therefore cut only at the multiples of SPLIT. A row tile of a chunk has either one item per

@@ -123,7 +123,7 @@ def install() -> bool:
     waiting: dict[str, Any] = {}
 
     def set_env_later(name: str, env: Any) -> None:
-        """Set a function's environment (its numba globals) once its machine code exists."""
+        """Set a function's numba environment once the machine code of the function exists."""
         if generator._engine.is_symbol_defined(name):
             set_env(name, env)
         else:

@@ -16,7 +16,7 @@ from numba.core.datamodel.registry import register_default
 from numba.extending import intrinsic
 
 VECTOR_WIDTH = 16 if llvmlite.binding.get_host_cpu_features().get("avx512f") else 8
-"""Lanes of this CPU's widest vectors; vectors of 8 lanes always exist."""
+"""Number of float32 lanes of this CPU's widest vectors. Vectors of 8 lanes exist on every CPU."""
 
 
 def simd_intrinsic(function: Any) -> Any:

@@ -1,8 +1,8 @@
 """Copies blocks of the paged KV cache: within the cache, and to and from a staging buffer.
 
-`kv` is the whole cache, [L, 2, N, H, S, W] contiguous (see `kv_cache/op`). It may have any format,
-because only bytes are copied: the scales of a block are copied with its codes. For a block number
-outside the cache, the kernel reads zeros and writes nothing.
+`kv` is the whole cache, [L, 2, N, H, S, W] contiguous (see `kv_cache/op`). The cache may have any
+format, because only bytes are copied: the scales of a block are copied with the block's codes. For
+a block number outside the cache, the Triton kernel reads zeros and writes nothing.
 """
 
 import torch
@@ -23,10 +23,11 @@ def gather_blocks(
         blocks: [n] block numbers, integers on the cache's device.
         layers: range of layers.
         heads: range of KV heads.
-        staged: the buffer, [layers, 2, n, heads, S, W] contiguous; None: a new one.
+        staged: the staging buffer, [layers, 2, n, heads, S, W] contiguous. If None, the function
+            creates a new buffer.
 
     Returns:
-        [layers, 2, n, heads, S, W], contiguous.
+        The staging buffer, [layers, 2, n, heads, S, W] contiguous.
     """
     if not use_triton(kv):
         chosen = _indexable(kv)[layers, :, :, heads]
@@ -76,7 +77,7 @@ def copy_blocks(kv: Tensor, sources: Tensor, targets: Tensor) -> None:
 
 
 def _indexable(kv: Tensor) -> Tensor:
-    """Return 8-bit codes as uint8, because torch does not index float8 on every device."""
+    """Return a view as uint8 if elements have 8 bits; torch cannot index float8 on every device."""
     return kv.view(torch.uint8) if kv.itemsize == 1 else kv
 
 

@@ -2,16 +2,17 @@
 
     h(w, r) = sum over i of w[i] r[i] + (w[i] >> 32) r[i + 1]
 
-The checksum is built from a multilinear hash h: each 64-bit word w[i] and its high half are
-multiplied by fixed odd random numbers r, and the products are summed modulo 2^64. (The high half is
-also multiplied separately, because the top bits of a word only affect the top bits of the word's
-product modulo 2^64.)
+The checksum is built from this multilinear hash h. Each 64-bit word w[i] and the upper half of each
+word are multiplied by fixed odd random numbers r, and the products are summed modulo 2^64. (The
+upper half has a product of its own, because the top bits of a word only affect the top bits of the
+word's product modulo 2^64.)
 
-The data is hashed in two levels. First, each chunk of CHUNK words is hashed, all chunks with the
+The data is hashed in two levels. First, each chunk of CHUNK words is hashed. All chunks use the
 same random numbers, which stay in the cache of a CPU core. Then the hashes of the chunks are hashed
-with other random numbers. Last, the number of bytes times a constant is added. Most changes are
-missed with a probability of about 2^-63. The largest probability is about 2^-32, if two words of a
-chunk differ in bit 31 only, or in bit 63 only. The checksum detects faults, but not forgery.
+with other random numbers. Finally, the number of bytes times a constant is added. The probability
+that a change is not detected is about 2^-63 for most changes. It is largest, about 2^-32, if two
+words of a chunk change only in bit 31, or only in bit 63. The checksum detects faults, but not
+forgery.
 
 All devices compute the same checksum, because an integer sum does not depend on the order of its
 terms.
@@ -30,7 +31,8 @@ from penstock.kernels.kv_cache.triton_checksum import sum_words_triton
 from penstock.kernels.triton_common.launch import power_of_2, use_triton
 
 CHUNK = 2048
-"""Words of a chunk: 16 KiB of data, and 16 KiB of random numbers for all chunks."""
+"""Number of words of a chunk: 16 KiB of data. The random numbers that all chunks use also have
+16 KiB."""
 
 _SEED = 0x50454E5354
 
@@ -43,7 +45,8 @@ def checksum(data: Tensor) -> int:
 def checksum_on_device(data: Tensor) -> Tensor:
     """Return the checksum of `data` as an int64 tensor of shape [], without waiting for the device.
 
-    The value is the checksum modulo 2^64 as a signed number. `data` is contiguous.
+    The int64 has the same 64 bits as the checksum, so it may be negative. `data` must be
+    contiguous.
     """
     check_contiguous("data", data)
     raw = data.view(-1).view(torch.uint8)
@@ -53,7 +56,7 @@ def checksum_on_device(data: Tensor) -> Tensor:
     words = raw.view(torch.int64)
     weights = _weights(0, CHUNK + 1, words.device)
     chunk_weights = _weights(1, _round_up(num_chunks(len(words)) + 1), words.device)
-    # Without the length, trailing zeros would not change the sum.
+    # The length is added because trailing zeros do not change the sum.
     length = (size * _SEED + (1 << 63)) % (1 << 64) - (1 << 63)
     return sum_words(words, weights, chunk_weights) + length
 
@@ -68,7 +71,7 @@ def sum_words(words: Tensor, weights: Tensor, chunk_weights: Tensor) -> Tensor:
     Args:
         words: [n] int64.
         weights: [CHUNK + 1] int64, the random numbers for the words of each chunk.
-        chunk_weights: [m] int64, m > `num_chunks(n)`, the random numbers for the chunks' hashes.
+        chunk_weights: [m] int64, the random numbers for the chunks' hashes; m > `num_chunks(n)`.
     """
     if use_triton(words):
         check("words", words, ["n"], [torch.int64])
@@ -95,7 +98,7 @@ def sum_words_reference(words: Tensor, weights: Tensor, chunk_weights: Tensor) -
 
 
 def _hash_reference(words: Tensor, weights: Tensor) -> Tensor:
-    """Return the hashes of [..., n] words, with n + 1 or more weights."""
+    """Return the hashes [...] of the words [..., n]. `weights` has at least n + 1 elements."""
     num_words = words.shape[-1]
     return (words * weights[:num_words] + (words >> 32) * weights[1 : num_words + 1]).sum(-1)
 
@@ -138,7 +141,10 @@ def _round_up(count: int) -> int:
 
 @lru_cache(maxsize=8)
 def _weights(level: int, count: int, device: torch.device) -> Tensor:
-    """Return [count] odd random int64: the first numbers of the fixed sequence of a level."""
+    """Return the first `count` numbers of the fixed sequence of odd random int64 of a level.
+
+    Level 0 is for the words of a chunk, level 1 for the hashes of the chunks.
+    """
     # PCG64 returns the same raw numbers in every version of numpy.
     numbers = np.random.PCG64(_SEED + level).random_raw(count) | np.uint64(1)
     return torch.from_numpy(numbers.view(np.int64)).to(device)

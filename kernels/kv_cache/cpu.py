@@ -23,9 +23,9 @@ Floats = npt.NDArray[np.float32]
 
 @inner(fastmath={"contract"})
 def rope_neox(head: Floats, cosines: Floats, sines: Floats) -> None:
-    """Rotate the pairs (i, i + R/2) of a head in place.
+    """Rotate the feature pairs (i, i + R/2) of a head in place.
 
-    `cosines` and `sines` are from `rotary_table`, where sines include the sign of the rotation.
+    `cosines` and `sines` [R] are from `rotary_table`; the sines include the sign of the rotation.
     """
     half = len(cosines) // 2
     low, high = head[:half], head[half : 2 * half]
@@ -37,9 +37,9 @@ def rope_neox(head: Floats, cosines: Floats, sines: Floats) -> None:
 
 @inner(fastmath={"contract"})
 def rope_interleaved(head: Floats, cosines: Floats, sines: Floats) -> None:
-    """Rotate the pairs (2i, 2i + 1) of a head in place.
+    """Rotate the feature pairs (2i, 2i + 1) of a head in place.
 
-    `cosines` and `sines` are from `rotary_table`, where sines include the sign of the rotation.
+    `cosines` and `sines` [R] are from `rotary_table`; the sines include the sign of the rotation.
     """
     for i in range(0, len(cosines), 2):
         u, v = head[i], head[i + 1]
@@ -48,7 +48,7 @@ def rope_interleaved(head: Floats, cosines: Floats, sines: Floats) -> None:
 
 
 def _rope_and_cache(
-    heads: Floats,  # [T, Hq + 2 H, D]
+    heads: Floats,  # [T, Hq + 2 H, D] query heads, then key heads, then value heads
     num_heads: int,  # Hq, number of query heads
     cos_sin: Floats,  # [T, 2, R] rows of `rotary_table`
     interleaved: bool,

@@ -1,9 +1,9 @@
 """Numba functions that read blocks of a KV cache of any format as float32.
 
 A cache is a flat array. Its dtype identifies the format (`kv_cache/format`): float32, the bits of
-bfloat16 as uint16, the bits of FP8 codes as uint8, or INT8 codes as int8. float32 is read in place.
-Otherwise one block at a time is converted into a scratch array that fits the CPU's cache, and loops
-read the scratch array as they read a float32 cache.
+bfloat16 as uint16, the bits of FP8 codes as uint8, or INT8 codes as int8. A float32 cache is read
+in place. From a cache of another format, one block at a time is converted into a scratch array that
+fits into the CPU's cache. Loops then read the scratch array in the same way as a float32 cache.
 """
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def"
@@ -33,12 +33,15 @@ SCALE_BYTES = 2
 
 
 def page_size(rows: Any, block_size: int, head_dim: int) -> int:
-    """Return the elements of a page of the cache `rows`: keys or values of one block and head."""
+    """Return the number of elements of a page of the flat cache `rows`.
+
+    A page is the keys or the values of one block and one KV head.
+    """
     raise NotImplementedError("page_size can only be called from compiled code")
 
 
 def as_f32(rows: Any, scratch: Floats) -> Floats:
-    """Return the array to read after `convert_block`: `rows` if it is float32, else `scratch`."""
+    """Return the array to read after `convert_block`: a float32 cache itself, else `scratch`."""
     raise NotImplementedError("as_f32 can only be called from compiled code")
 
 
@@ -53,10 +56,10 @@ def convert_block(
         page: the block's page begins at `rows[page]`.
         first: position of the block's first slot.
         begin: first position to read, at least `first`.
-        end: last position + 1, at most `first` + `block_size`.
+        end: end of the positions to read, at most `first` + `block_size`.
         block_size: slots per block.
         head_dim: features per slot.
-        scratch: at least (end - begin) * head_dim elements.
+        scratch: float32 array of at least (end - begin) * head_dim elements.
 
     Returns:
         The number `at` such that position s begins at `as_f32(rows, scratch)[at + s * head_dim]`.

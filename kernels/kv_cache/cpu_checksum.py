@@ -11,7 +11,7 @@ Words = npt.NDArray[np.int64]
 
 @numba.njit("int64(int64[::1], int64[::1], int64[::1])", nogil=True, cache=True)
 def sum_words(words: Words, weights: Words, chunk_weights: Words) -> np.int64:
-    """Compute `checksum.sum_words`; a chunk has one word less than `weights`."""
+    """Compute the same as `checksum.sum_words`. A chunk has len(weights) - 1 words."""
     chunk, total = len(weights) - 1, np.int64(0)
     for number in range((len(words) + chunk - 1) // chunk):
         part = words[number * chunk : (number + 1) * chunk]

@@ -1,7 +1,7 @@
 """Numba functions that write to a KV cache of any format.
 
-A cache is a flat array (`format.flat_array`); its dtype identifies the format. Codes and scales
-have the bits of `format.quantize`.
+A cache is a flat array (`format.flat_array`), and the dtype of the array identifies the format.
+Codes and scales are bitwise the same as those of `format.quantize`.
 """
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def"
@@ -26,7 +26,7 @@ from penstock.kernels.kv_cache.format import FORMATS
 Floats = npt.NDArray[np.float32]
 
 _HALF_INF, _HALF_NAN = 0x7C00, 0x7E00
-"""Bits of float16."""
+"""Bits of infinity and of NaN as float16."""
 
 _PER_CODE_INT8 = np.float32(1 / FORMATS["int8"].max_code)
 _PER_CODE_E4M3 = np.float32(1 / FORMATS["fp8"].max_code)
@@ -46,20 +46,22 @@ def store_kv(head: Floats, rows: Any, slot: int, block_size: int) -> None:
 
 @inner()
 def scale_bits(head: Floats, per_code: Any) -> Any:
-    """Return the bits of a head's scale: its largest absolute value * `per_code`, rounded up.
+    """Return the float16 bits of a head's scale: largest absolute value * `per_code`, rounded up.
 
-    A head with a NaN gives NaN. A scale above the largest float16 gives infinity.
+    If the head contains a NaN, the scale is NaN. A scale above the largest float16 becomes
+    infinity.
     """
-    # Compare |x| as integers: the bits have the same order as the floats, with NaN largest.
+    # Absolute values are compared as integers. Their bits have the same order as the floats, and
+    # the bits of NaN are the largest.
     bits, most = head.view(np.int32), np.int32(0)
     for i in range(len(bits)):
         most = max(most, bits[i] & np.int32(0x7FFFFFFF))
     if most > 0x7F800000:
         return np.int64(_HALF_NAN)
     exact = float_of_bits(np.int64(most)) * per_code
-    if exact < np.float32(2.0**-14):  # a subnormal float16: a multiple of 2^-24
+    if exact < np.float32(2.0**-14):  # a subnormal float16, which is a multiple of 2^-24
         return np.int64(np.ceil(exact * np.float32(2.0**24)))
-    # Drop 13 bits of the mantissa, rounding up; change the exponent's bias from 127 to 15.
+    # Drop 13 bits of the mantissa, rounding up, and change the exponent's bias from 127 to 15.
     return min(((bits_of_float(exact) + 0x1FFF) >> 13) - (112 << 10), np.int64(_HALF_INF))
 
 
@@ -82,9 +84,10 @@ def e4m3_code(x: Any) -> Any:
     """Convert a float32 in [-448, 448] to the bits of the nearest float8_e4m3fn."""
     bits = bits_of_float(x)
     size = bits & 0x7FFFFFFF
-    # Below 2^-6, float8 values are 2^-9 apart, like float32 values at 2^14: adding 2^14 rounds x.
+    # Below 2^-6, float8 values are 2^-9 apart. float32 values are 2^-9 apart at 2^14, so adding
+    # 2^14 rounds x correctly.
     tiny = bits_of_float(abs(x) + np.float32(16384)) - 0x46800000
-    # Round to nearest even at 3 mantissa bits; change the exponent's bias from 127 to 7.
+    # Round to nearest even at 3 mantissa bits, and change the exponent's bias from 127 to 7.
     normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - 960
     code = tiny if size < 0x3C800000 else normal
     return np.uint8(code | ((bits >> 24) & 0x80))
@@ -120,7 +123,7 @@ def _store_kv_code(head, rows, slot, block_size):
 
 
 def _per_code(rows: Any) -> Any:
-    """Return 1 / the largest code, as float32."""
+    """Return the float32 1 / (largest code of the cache's format)."""
     raise NotImplementedError("_per_code can only be called from compiled code")
 
 
@@ -132,7 +135,7 @@ def _per_code_code(rows):
 
 
 def _store_codes(head: Floats, inverse: Any, out: Any) -> None:
-    """Write the codes of `head * inverse` to `out` [D]; a product that is NaN gives the code 0."""
+    """Round `head * inverse` to codes and write the codes to `out` [D]. NaN becomes the code 0."""
     raise NotImplementedError("_store_codes can only be called from compiled code")
 
 

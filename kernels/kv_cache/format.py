@@ -5,12 +5,13 @@ of all layers is [L, sides, N, H, S, W] contiguous, and [S, W] are the elements 
 two sides, keys and values, but only one for MLA. `W` is `KvCacheFormat.slot_elements(D)`:
 
 - Floats (W = D): a slot is a row of D elements.
-- Codes (W = D + 2): the page holds S rows of D codes, then S float16 scales, one per slot. The
+- Codes (W = D + 2): the page contains S rows of D codes, then S float16 scales, one per slot. The
   last two dimensions therefore only give the size of a page. To index codes or scales, use the
   views that `codes` and `scales` return. Whole pages can be copied as bytes.
 
-A feature of a slot is its code times the slot's scale. `quantize` defines codes and scales, which
-depend only on the D features of the same token and head. All implementations give the same bits.
+The value of a feature is its code times the scale of its slot. `quantize` defines codes and scales.
+They depend only on the D features of the same token and head. All implementations give bitwise
+identical codes and scales.
 """
 
 import math
@@ -32,7 +33,7 @@ class KvCacheFormat:
 
     name: str  # value of `kv_cache_dtype`
     dtype: torch.dtype  # dtype of the cache's elements; identifies the format
-    array_dtype: str = ""  # numpy's dtype of `flat_array`; empty: no CPU loop supports the format
+    array_dtype: str = ""  # numpy dtype of `flat_array`; "" if no CPU loop supports the format
     max_code: float = 0.0  # largest code; 0 for floats, which have no scales
 
     @property
@@ -43,8 +44,8 @@ class KvCacheFormat:
     def value_gain(self) -> float:
         """Return the smallest power of two >= `max_code`; 1 for a format without scales.
 
-        Kernels multiply the scales of values by this gain, so that float16 softmax weights do not
-        underflow. They divide the final sum by the gain.
+        Kernels multiply the softmax weights by the scales of the values and by this gain, so that
+        the products do not underflow in float16. They divide the final sum by the gain.
         """
         return 2.0 ** math.ceil(math.log2(self.max_code)) if self.has_scales else 1.0
 
@@ -62,7 +63,7 @@ class KvCacheFormat:
         return num_features + (SCALE_BYTES if self.has_scales else 0)
 
     def token_bytes(self, kv_shape: tuple[int, int, int]) -> int:
-        """Return the bytes of one position in one layer.
+        """Return the number of bytes of one position in one layer.
 
         Args:
             kv_shape: (sides, KV heads, features) of one position in a layer's cache.
@@ -89,7 +90,8 @@ _BY_DTYPE = {each.dtype: each for each in FORMATS.values()}
 def format_of(dtype: torch.dtype) -> KvCacheFormat:
     """Return the format of a cache whose elements have this dtype.
 
-    A dtype that is neither FP8 nor INT8 gives a format without scales.
+    For a dtype that is not in `FORMATS`, the result is a format without scales and without support
+    by CPU loops.
     """
     return _BY_DTYPE.get(dtype) or KvCacheFormat(str(dtype).removeprefix("torch."), dtype)
 
@@ -131,10 +133,10 @@ def scales(cache: Tensor) -> Tensor:
 
 
 def slot_views(cache: Tensor) -> tuple[Tensor, ...]:
-    """Return views [..., S, n] of a cache [..., S, W] that together hold all contents of each slot.
+    """Return views [..., S, n] of a cache [..., S, W] that together contain all bytes of each slot.
 
-    There is one view for floats. For codes with scales there are two: codes, as uint8 because few
-    operations of torch support float8, and scales.
+    For floats, the only view is the cache itself. For codes with scales, there are two views: codes
+    and scales. The codes are viewed as uint8, because few operations of torch support float8.
     """
     if not format_of(cache.dtype).has_scales:
         return (cache,)
@@ -142,13 +144,13 @@ def slot_views(cache: Tensor) -> tuple[Tensor, ...]:
 
 
 def quantize(x: Tensor, form: KvCacheFormat) -> tuple[Tensor, Tensor]:
-    """Quantize each row of `x` [..., D] with its own scale; the reference of all implementations.
+    """Quantize each row of `x` [..., D] with its own scale. All other implementations must match.
 
-    The scale is the largest absolute value divided by the largest code, rounded up to float16. No
-    code is therefore clipped. The error of `dequantize` is at most scale / 2 for INT8. For FP8, the
-    error is at most the larger of 2^-4 |value| and 2^-10 scale. A row with NaN or infinity, or with
-    a scale above the largest float16, gets a scale of NaN or infinity, so that `dequantize` gives
-    no finite value for this row.
+    The scale of a row is its largest absolute value divided by the largest code, rounded up to
+    float16. No code is therefore clipped. For INT8, the error of `dequantize` is at most scale / 2.
+    For FP8, the error is at most the larger of 2^-4 |value| and 2^-10 scale. If a row contains NaN
+    or infinity, or its scale exceeds the largest float16, the scale becomes NaN or infinity.
+    `dequantize` then gives no finite value for this row.
 
     Returns:
         Codes [..., D] of the format's dtype, and scales [...] float16.
@@ -164,7 +166,7 @@ def quantize(x: Tensor, form: KvCacheFormat) -> tuple[Tensor, Tensor]:
 
 
 def to_cache(x: Tensor, form: KvCacheFormat) -> Tensor:
-    """Convert keys or values x [..., S, D] to `form`. Return a new cache [..., S, W]."""
+    """Return a new cache [..., S, W] of the format `form` with the keys or values x [..., S, D]."""
     if not form.has_scales:
         return x.to(form.dtype, copy=True)
     shape = (*x.shape[:-1], form.slot_elements(x.shape[-1]))
@@ -176,7 +178,7 @@ def to_cache(x: Tensor, form: KvCacheFormat) -> Tensor:
 
 
 def dequantize(cache: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the keys or values that a cache holds, [..., S, D] in `dtype`.
+    """Return the keys or values of a cache as floats [..., S, D] of the dtype `dtype`.
 
     Args:
         cache: [..., S, W] in any format; W is D, or D + 2 for codes with scales.

@@ -6,8 +6,10 @@ is D + 2, and the last two dimensions are a page as described in `kv_cache/forma
 is [1, N, 1, S, D]: one row per token (see `mla/op`). A slot number is block * S + offset. The whole
 cache has the layers as first dimension: [L, 2, N, H, S, W].
 
-On a CPU, float32 values may be written to a bfloat16 cache; they are rounded to nearest. Codes and
-scales are those of `kv_cache/format.quantize`.
+A step writes T tokens. The query has Hq heads, and R features of a head are rotated.
+
+On a CPU, float32 values may be written to a bfloat16 cache; the values are rounded to nearest.
+Codes and scales are those of `kv_cache/format.quantize`.
 """
 
 from functools import cache
@@ -44,8 +46,9 @@ def slot_rows(slots: Tensor, layer_shape: torch.Size) -> Tensor:
         layer_shape: [2, N, H, S, W].
 
     Returns:
-        With Triton, `slots` itself. Otherwise [T, 2 H] int64 numbers page * S + offset, key heads
-        first. A page is the keys or the values of one block and head.
+        With Triton, `slots` itself. Otherwise, int64 numbers [T, 2 H]: page * S + offset for each
+        key head and then for each value head of a token. A page is the keys or the values of one
+        block and one KV head.
     """
     if use_triton(slots):
         return slots
@@ -61,8 +64,8 @@ def write_kv(layer: Tensor, rows: Tensor, new: Tensor) -> None:
 
     Args:
         layer: [2, N, H, S, W] contiguous.
-        rows: result of `slot_rows`, for distinct slots. Triton kernels ignore slots that are
-            outside the cache.
+        rows: result of `slot_rows`. The slots must be distinct. Triton kernels write nothing for
+            slots outside the cache.
         new: [T, 2 H, D], key heads first, as in the output of a fused qkv projection.
     """
     if use_triton(layer):
@@ -114,8 +117,9 @@ def rope_and_cache(
 def _runs_on_cpu_kernel(heads: Tensor, cos_sin: Tensor, rows: Tensor, layer: Tensor) -> bool:
     """Return whether the numba loops support these tensors.
 
-    The loops and torch give results that differ in the last bits. The decision must therefore not
-    depend on the strides of `heads`: a single row may be contiguous where several rows are not.
+    The results of the loops and of torch differ in the last bits. The decision must therefore not
+    depend on the strides of `heads`, because a slice with one row may be contiguous while a slice
+    with several rows is not.
     """
     if layer.device.type != "cpu" or heads.device.type != "cpu" or not has_numba():
         return False

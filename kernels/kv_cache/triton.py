@@ -16,13 +16,15 @@ from penstock.kernels.triton_common.launch import device_info, jit, launch, powe
 def e4m3_bits(x):
     """Convert float32 in [-448, 448], or NaN, to the bits of the nearest float8_e4m3fn, as uint8.
 
-    Used for chips without this conversion, and for Triton's interpreter, which converts wrongly.
+    This function is used on chips that cannot convert to float8_e4m3fn, and in Triton's
+    interpreter, whose conversion is wrong.
     """
     bits = x.to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
-    # Round to nearest even at 3 mantissa bits; change the exponent's bias from 127 to 7.
+    # Round to nearest even at 3 mantissa bits, and change the exponent's bias from 127 to 7.
     normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - 960
-    # Below 2^-6, float8 values are 2^-9 apart, like float32 values at 2^14: adding 2^14 rounds x.
+    # Below 2^-6, float8 values are 2^-9 apart. float32 values are 2^-9 apart at 2^14, so adding
+    # 2^14 rounds x correctly.
     tiny = (tl.abs(x) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     code = tl.where(size < 0x3C800000, tiny, normal)
     code = tl.where(size > 0x7F800000, 0x7F, code)
@@ -31,7 +33,7 @@ def e4m3_bits(x):
 
 @jit
 def _codes(x, inverse, dtype: tl.constexpr, MOST: tl.constexpr):
-    """Return x * inverse [N, C] as codes of `dtype`; a product that is NaN gives the code 0.
+    """Return x * inverse [N, C] as codes of `dtype`. NaN becomes the code 0.
 
     `dtype` is int8, float8_e4m3fn, or uint8 for the bits of float8_e4m3fn (see `e4m3_bits`).
     """
@@ -61,8 +63,8 @@ def _largest(x):
 def _store_scales(largest, target, mask, MOST: tl.constexpr):
     """Store the scales of N rows; return 1 / scale [N, 1] in float32, but 0 for a scale of 0.
 
-    See `kv_cache/format.quantize`. `largest` is the result of `_largest`, `target` [N, 1] are
-    pointers to float16.
+    The scales are those of `kv_cache/format.quantize`. `largest` is the result of `_largest`, and
+    `target` [N, 1] are pointers to the float16 scales.
     """
     exact = largest.to(tl.float32, bitcast=True) * (1.0 / MOST)
     scale = exact.to(tl.float16)
@@ -76,7 +78,7 @@ def _store_scales(largest, target, mask, MOST: tl.constexpr):
 @jit
 def _load_features(
     source,  # [N, 1] pointers to heads
-    mask,  # [N, 1]
+    mask,  # [N, 1] True for the heads to load
     FIRST: tl.constexpr,
     DIM: tl.constexpr,  # D
     SIZE: tl.constexpr,  # D rounded up to a power of two
@@ -95,16 +97,16 @@ def _store_features(target, x, mask, FIRST: tl.constexpr, DIM: tl.constexpr, SIZ
 
 @jit(unspecialized=("num_tokens",))
 def _rope_and_cache_kernel(  # noqa: C901
-    heads,  # [T, Hq + SIDES H, D]
-    cos_sin,  # [T, 2, R] rows of `rotary_table`; None: nothing is rotated
+    heads,  # [T, Hq + SIDES H, D]; SIDES is 2 (keys and values), or 1 for MLA
+    cos_sin,  # [T, 2, R] rows of `rotary_table`; None means that nothing is rotated
     slots,  # [T] int64 slot of each token
-    cache,  # [SIDES, N, H, S, W]
+    cache,  # one layer, [SIDES, N, H, S, W]
     scales,  # `cache` viewed as float16, to write the scales of codes; None if there are no scales
     num_tokens,
     num_slots,  # number of slots in the cache: N * S
-    side_stride,  # N H S W, distance from keys to values in `cache`, in elements
-    token_stride,  # stride of the tokens in `heads`, in elements
-    head_stride,  # stride of the heads in `heads`, in elements
+    side_stride,  # distance from keys to values in `cache`, in elements: N H S W
+    token_stride,  # distance from a token to the next in `heads`, in elements
+    head_stride,  # distance from a head to the next in `heads`, in elements
     QUERY_HEADS: tl.constexpr,  # Hq
     KV_HEADS: tl.constexpr,  # H
     BLOCK_SIZE: tl.constexpr,  # S
@@ -115,12 +117,13 @@ def _rope_and_cache_kernel(  # noqa: C901
     INTERLEAVED: tl.constexpr,
     TOKENS: tl.constexpr,  # tokens per program
     HEADS: tl.constexpr,  # heads per program
-    PAGE: tl.constexpr,  # S W, elements of the keys or values of a block and head
-    MOST: tl.constexpr,  # largest code
+    PAGE: tl.constexpr,  # S W, elements of the keys (or values) of one block and KV head
+    MOST: tl.constexpr,  # largest code of the cache's format
 ):
     """Rotate a tile of query heads in place, or write a tile of key or value heads to the cache.
 
-    A tile is TOKENS x HEADS. Grid: [T / TOKENS, Hq / HEADS + SIDES H / HEADS]; the second index
+    A tile has TOKENS tokens and HEADS heads. The grid is
+    [T / TOKENS, Hq / HEADS + SIDES * (H / HEADS)], with all quotients rounded up. The second index
     counts tiles of query heads, then of key heads, then of value heads. Keys are rotated unless
     `cos_sin` is None.
     """
@@ -185,8 +188,8 @@ def rope_and_cache_triton(
 ) -> None:
     """Rotate query heads in place; write rotated keys and unchanged values to their slots.
 
-    Arguments as in `rope_and_cache`, with `slots` [T] for `rows`. Without `cos_sin`, nothing is
-    rotated. Slots outside the cache are ignored.
+    The arguments are those of `rope_and_cache`, except that `slots` [T] replaces `rows`. Without
+    `cos_sin`, nothing is rotated. For slots outside the cache, nothing is written.
     """
     num_sides, num_blocks, num_kv_heads, block_size, slot = layer.shape
     form, dim = format_of(layer.dtype), num_features(layer)

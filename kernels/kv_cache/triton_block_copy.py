@@ -6,13 +6,15 @@ from torch import Tensor
 from penstock.kernels.triton_common.launch import device_info, jit, launch, tl
 
 TILE_BYTES = 1 << 14
-"""Bytes that a program copies; enough for several loads in flight per thread."""
+"""Number of bytes that a program copies. Each thread then has several loads in flight."""
 
 
 @jit(unspecialized=("num_chosen", "first_plane"))
 def _move_blocks_kernel(
-    held,  # the cache [planes, N, H, S, D] as words; a plane is the keys or the values of a layer
-    staged,  # the staging buffer [copied planes, n, heads, S, D] as words
+    # The cache [planes, N, H, S, W], viewed as integers of 1 to 8 bytes (words). A plane is the
+    # keys or the values of a layer.
+    held,
+    staged,  # the staging buffer [copied planes, n, heads, S, W], viewed as words
     blocks,  # [n] block numbers
     num_chosen,  # n, number of blocks to copy
     num_blocks,  # N, number of blocks of the cache
@@ -20,10 +22,13 @@ def _move_blocks_kernel(
     first_word,  # offset of the first copied head in a block, in words
     num_words,  # number of words of the copied heads of a block, per plane
     block_words,  # number of words of all heads of a block, per plane
-    OUT: tl.constexpr,  # True: copy from the cache to `staged`; False: from `staged` to the cache
-    TILE: tl.constexpr,  # words per program
+    OUT: tl.constexpr,  # True to copy from the cache to `staged`, False for the other direction
+    TILE: tl.constexpr,  # number of words that a program copies
 ):
-    """Copy TILE words of one block in one plane. Grid: [copied planes * n, num_words / TILE]."""
+    """Copy TILE words of one block in one plane.
+
+    The grid is [copied planes * n, num_words / TILE], rounded up.
+    """
     piece = tl.program_id(0).to(tl.int64)
     words = tl.program_id(1) * TILE + tl.arange(0, TILE)
     block = tl.load(blocks + piece % num_chosen).to(tl.int64)

@@ -11,13 +11,14 @@ def _sum_words_kernel(
     words,  # [n] int64
     weights,  # [CHUNK + 1] int64 odd random numbers, for the words of a chunk
     chunk_weights,  # [chunks + 1] int64 odd random numbers, for the chunks' hashes
-    total,  # [1] int64, initially zero
+    total,  # [1] int64 sum that the kernel adds to; initially zero
     num_words,  # n, number of words
     CHUNK: tl.constexpr,  # number of words per chunk
 ):
     """Hash one chunk, multiply the hash by the chunk's weights, and add the result to `total`.
 
-    The hash has one weight, and the upper half of the hash has another. Grid: [chunks].
+    The hash is multiplied by one weight, and the upper half of the hash by another weight. The grid
+    is [chunks].
     """
     chunk = tl.program_id(0)
     within = tl.arange(0, CHUNK)
@@ -32,7 +33,7 @@ def _sum_words_kernel(
 
 
 def sum_words_triton(words: Tensor, weights: Tensor, chunk_weights: Tensor) -> Tensor:
-    """Compute `checksum.sum_words`; a chunk has one word less than `weights`."""
+    """Compute the same as `checksum.sum_words`. A chunk has len(weights) - 1 words."""
     total = torch.zeros(1, dtype=torch.int64, device=words.device)
     chunk = len(weights) - 1
     arrays = words, weights, chunk_weights, total

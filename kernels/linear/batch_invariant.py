@@ -1,6 +1,6 @@
 """Batch-invariant matrix product y = x Wᵀ + b: a row of y does not depend on the other rows.
 
-Vendor libraries choose the tile sizes, and so the order of summation, by the number of rows.
+Vendor libraries choose the tile sizes, and with them the order of summation, by the number of rows.
 Therefore the last bits of a result depend on the batch. Here the order of summation does not depend
 on the number of rows: the K inputs are divided into slices (split-K), each slice is accumulated in
 float32 from its first input to its last, and the slices are added in order. With few rows, each

@@ -1,6 +1,6 @@
 """Numba intrinsics that multiply rows of x by the codes of one panel, for CPUs with AVX-512.
 
-A "code" is always a quantized weight here. Codes are converted to float32 in registers, and each
+Here, a code is always a quantized weight. Codes are converted to float32 in registers, and each
 converted vector is multiplied by all rows of the tile. `cpu_dequantizing` describes the arguments
 and the order of summation.
 """
@@ -38,18 +38,22 @@ from penstock.kernels.linear.code_kinds import FP8, INT4, INT8
 
 TILE_ROWS, PANEL = 8, 48
 BLOCK_K = 256
-"""Inputs per block. The codes of a panel's block stay in the L1 cache while all tiles use them."""
+"""Number of inputs per block. A block of codes of one panel stays in the L1 cache while all tiles
+use it."""
 
 _ROWS, _COLUMNS = (1, 2, 4, 6, TILE_ROWS), range(0, PANEL, LANES)
 
 
 @dataclass(frozen=True, slots=True)
 class _Packing:
-    """The layout of codes: a unit of 2 or 4 bytes has one output's codes for successive inputs."""
+    """The layout of codes in memory.
+
+    A unit is an integer of 2 or 4 bytes that contains one output's codes for successive inputs.
+    """
 
     bits: int  # bits per code
     unit: ir.IntType
-    units: int  # number of units per step of `step_inputs`
+    units: int  # number of units in a step of `multiply_group`
 
     @property
     def inputs(self) -> int:
@@ -58,7 +62,7 @@ class _Packing:
 
     @property
     def row_bytes(self) -> int:
-        """Return the number of bytes of one unit for each output of a panel."""
+        """Return the number of bytes of a row of units: one unit for each output of a panel."""
         return PANEL * int(self.unit.width) // 8
 
 
@@ -69,13 +73,13 @@ def _packing(kind: int) -> _Packing:
 
 
 def step_inputs(kind: int) -> int:
-    """Return the number of inputs that `multiply_group` converts at once."""
+    """Return the number of inputs that `multiply_group` converts in one step of its loop."""
     return _packing(kind).inputs * _packing(kind).units
 
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """The arguments of an intrinsic: pointers to the data of its arrays, and integers."""
+    """The arguments of an intrinsic of `_tile_intrinsic`; arrays are replaced by pointers."""
 
     x: Any
     x_at: Any
@@ -95,7 +99,10 @@ class _Tile:
 
 
 def _tile_intrinsic(kind: int, emit: Callable[[Any, int, int, _Tile], None]):
-    """Return an intrinsic. `emit` emits its instructions for each number of rows in `_ROWS`."""
+    """Return an intrinsic that multiplies a tile. `emit` emits the code for a number of rows.
+
+    `emit` is called once for each number in `_ROWS`.
+    """
 
     @simd_intrinsic
     def multiply(
@@ -109,9 +116,9 @@ def _tile_intrinsic(kind: int, emit: Callable[[Any, int, int, _Tile], None]):
             count: number of rows of x, 1 to TILE_ROWS; the sums of further rows are arbitrary.
             codes: uint8; the panel begins at index `codes_at`.
             scales: float32; the scales of the panel's first group begin at index `groups_at`.
-            zeros: uint8; like `scales`.
+            zeros: uint8 zero points, with the same indices as `scales`.
             groups: int32; the group of each input.
-            table: float32; the values of codes of kinds with a table begin at index `table_at`.
+            table: float32; for kinds with a table, the values of codes begin at index `table_at`.
         """
         size = types.intp
         result = types.void(
@@ -132,18 +139,18 @@ def _tile_intrinsic(kind: int, emit: Callable[[Any, int, int, _Tile], None]):
 
 
 def multiply_group(kind: int):
-    """Return an intrinsic for inputs of one group; see `_tile_intrinsic`.
+    """Return an intrinsic of `_tile_intrinsic` for inputs that are all in one group.
 
-    The number of inputs is a multiple of `step_inputs`. Products are summed without the scale, and
-    each sum is multiplied by the scale when it is added to `sums`.
+    The number of inputs must be a multiple of `step_inputs`. Products are summed without the scale,
+    and each sum is multiplied by the scale when it is added to `sums`.
     """
     return _tile_intrinsic(kind, _emit_group)
 
 
 def multiply_scattered(kind: int):
-    """Return an intrinsic for inputs of any groups; see `_tile_intrinsic`.
+    """Return an intrinsic of `_tile_intrinsic` for inputs that may be in different groups.
 
-    `begin` is a multiple of `step_inputs`. Each weight is multiplied by its scale before it is
+    `begin` must be a multiple of `step_inputs`. Each weight is multiplied by its scale before it is
     multiplied by x.
     """
     return _tile_intrinsic(kind, _emit_scattered)
@@ -200,11 +207,15 @@ def _emit_scattered(builder, kind: int, num_rows: int, tile: _Tile) -> None:
 
 
 def _value(builder, kind: int, word, position: int, zeros: dict[int, Any], table):
-    """Emit the code at index `position` of each unit, minus its zero point; FP8: divided by 2^8."""
+    """Emit, as float32, the value of the code with index `position` in each unit, without scale.
+
+    This is the code minus its zero point, the value in a table, or (for FP8) the value / 2^8.
+    """
     if kind == FP8:
         return _e4m3(builder, word, position)
     bits = _packing(kind).bits
-    # the permutation instruction reads only the lower four bits of each index
+    # For kinds with a table, the code is not masked: the permutation instruction reads only the
+    # lower four bits of each index.
     if kind not in (INT4, INT8):
         shifted = builder.lshr(word, filled(WORDS, bits * position)) if position else word
         return _permuted(builder, table, shifted)
@@ -217,16 +228,17 @@ def _value(builder, kind: int, word, position: int, zeros: dict[int, Any], table
 
 
 def _with_power(builder, code, at: int):
-    """Emit 2^(23 - at) + code, for integers that begin at bit `at` of a word."""
+    """Emit the float32 2^(23 - at) + code, for a code that begins at bit `at` of a word."""
     power = filled(WORDS, (127 + 23 - at) << 23)
     return builder.bitcast(builder.or_(code, power), FLOATS)
 
 
 def _e4m3(builder, word, position: int):
-    """Emit the conversion from e4m3 of the lower (position 0) or upper byte of 16 bits.
+    """Emit the conversion of an e4m3 number to float32, divided by 2^8.
 
-    The bits of an e4m3 number, with one more bit of exponent, are a float16 number that is 2^8
-    times smaller. Subnormal numbers are exact too. NaN is not supported.
+    The number is the lower byte (`position` 0) or the upper byte of 16 bits. With one more bit of
+    exponent, the bits of an e4m3 number are a float16 number that is 2^8 times smaller. This is
+    exact for subnormal numbers, too. NaN is not supported.
     """
     halves = ir.VectorType(HALF_WORD, LANES)
     if position == 0:
@@ -237,7 +249,7 @@ def _e4m3(builder, word, position: int):
 
 
 def _permuted(builder, table, indices):
-    """Emit the selection of values of a table of 16 floats by the lower four bits of indices."""
+    """Emit a lookup of each index (lower four bits) in a table of 16 floats."""
     function = cgutils.get_or_insert_function(
         builder.module,
         ir.FunctionType(FLOATS, [FLOATS, WORDS]),
@@ -247,7 +259,10 @@ def _permuted(builder, table, indices):
 
 
 def _zeros(builder, kind: int, tile: _Tile, group, bits: Sequence[int]) -> list[dict[int, Any]]:
-    """Emit 2^(23 - at) + zero point, for each vector of outputs and each `at` of `bits`."""
+    """Emit 2^(23 - at) + zero point, for each vector of outputs and each `at` in `bits`.
+
+    `_value` subtracts these numbers from the result of `_with_power`.
+    """
     if kind not in (INT4, INT8):
         return [{} for _ in _COLUMNS]
     found = []
@@ -297,7 +312,10 @@ def _x_rows(builder, tile: _Tile, num_rows: int) -> list[Any]:
 
 
 def _zero_totals(builder, num_rows: int) -> list[list[Any]]:
-    """Emit variables [num_rows][vectors of a panel] that are 0; LLVM keeps them in registers."""
+    """Emit sums [num_rows][vectors of a panel] as variables with the value 0.
+
+    LLVM keeps these variables in registers.
+    """
     totals = [[cgutils.alloca_once(builder, FLOATS) for _ in _COLUMNS] for _ in range(num_rows)]
     for _, total in _numbered(totals):
         builder.store(filled(FLOATS, 0.0), total)
@@ -305,7 +323,7 @@ def _zero_totals(builder, num_rows: int) -> list[list[Any]]:
 
 
 def _numbered(totals: list[list[Any]]) -> list[tuple[int, Any]]:
-    """Return each variable, with the index of the variable's first element in [num_rows, PANEL]."""
+    """Return each variable and the index of its first element in sums [num_rows, PANEL]."""
     return [
         (r * PANEL + c, total)
         for r, row in enumerate(totals)

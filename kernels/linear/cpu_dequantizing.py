@@ -1,8 +1,10 @@
 """AVX-512 loops of `quantized`, compiled by numba.
 
+Shapes: T rows of x, K inputs, P panels of PANEL outputs, G groups of inputs.
+
 A tile is 1, 2, 4, 6 or 8 rows of x and one panel of outputs. `cpu_code_tiles` converts codes in
-registers and multiplies each converted vector by all rows of the tile, so the codes are read once,
-and are converted once per eight rows, at the same time as the multiplications.
+registers and multiplies each converted vector by all rows of the tile. The codes are therefore read
+from memory once, and converted once per eight rows, at the same time as the multiplications.
 
 An output element starts as its bias. The inputs are divided into blocks of `BLOCK_K`, and each
 block into runs. In a run of inputs of one group, products are summed in order, and the sum is
@@ -38,22 +40,25 @@ Bytes = npt.NDArray[np.uint8]
 Ints = npt.NDArray[np.int32]
 
 _BLOCK_ROWS = 64
-"""Rows processed against all panels before moving to the next rows (loop tiling)."""
+"""Number of rows that are multiplied by all panels before the next rows (loop tiling)."""
 
 _TABLES = np.array([code_tables.E2M1, code_tables.NF4, code_tables.FP4], np.float32).ravel()
-"""Values of the codes of the kinds E2M1, NF4 and FP4."""
+"""Values of the 16 codes of the kind E2M1, then of NF4, then of FP4."""
 
 
 def _tile_loop(kind: int) -> Any:
-    """Return the loop over the runs of a block, for one kind of codes.
+    """Compile the loop over the runs of a block, for one kind of codes.
 
-    All kinds of codes with a table of values share the loop of E2M1.
+    All kinds of codes with a table of values share one loop, compiled for E2M1.
     """
     group, scattered, step = multiply_group(kind), multiply_scattered(kind), step_inputs(kind)
 
     @inner()
     def end_of_group(groups: Ints, k: int, end: int) -> int:
-        """Return the end of input k's run, but at most `end`, rounded down to whole steps."""
+        """Return the end of the inputs from k on that have the same group.
+
+        The result is at most `end`, and is rounded down to a multiple of `step`.
+        """
         stop = int(groups[len(groups) // 2 + k])
         return (stop if stop < end else end) // step * step
 
@@ -95,7 +100,10 @@ def _multiply(
     kind: int, x: Floats, x_at: int, x_step: int, count: int, begin: int, end: int, codes: Bytes,
     panel: int, scales: Floats, zeros: Bytes, groups: Ints, num_panels: int, sums: Floats,
 ) -> None:  # fmt: skip
-    """Add the products of inputs [begin, end) of up to TILE_ROWS rows and a panel to `sums`."""
+    """Add the products of inputs [begin, end) to the `sums` of one tile.
+
+    The tile is `count` rows (at most TILE_ROWS) and one panel.
+    """
     codes_at, groups_at = panel * (len(codes) // num_panels), panel * (len(scales) // num_panels)
     if kind == INT4:
         _multiply_int4(
@@ -123,7 +131,10 @@ def _multiply(
 def _copy_panel(
     given: Floats, at: int, step: int, count: int, out: Floats, out_at: int, out_step: int
 ) -> None:
-    """Copy `count` rows of PANEL elements, `step` apart, to `out`."""
+    """Copy `count` rows of PANEL elements from `given` to `out`.
+
+    Rows are `step` elements apart in `given`, and `out_step` elements in `out`.
+    """
     for r in range(count):
         for c in range(0, PANEL, VECTOR_WIDTH):
             store(out, out_at + r * out_step + c, load_wide(given, at + r * step + c))
@@ -134,7 +145,10 @@ def _whole_panels(
     x: Floats, num_rows: int, kind: int, codes: Bytes, scales: Floats, zeros: Bytes, groups: Ints,
     bias: Floats, first: int, last: int, y: Floats, width: int,
 ) -> None:  # fmt: skip
-    """Compute the columns of panels [first, last), stored from column 0 of y [num_rows, width]."""
+    """Compute the outputs of panels [first, last) and store them from column 0 of y on.
+
+    y is [num_rows, width].
+    """
     num_inputs, num_panels = len(groups) // 2, len(bias) // PANEL
     sums = np.zeros(TILE_ROWS * PANEL, np.float32)
     for floor in range(0, num_rows, _BLOCK_ROWS):
@@ -160,7 +174,10 @@ def _whole_panels(
 def copy_last_columns(
     spare: Floats, num_rows: int, column: int, y: Floats, num_outputs: int
 ) -> None:
-    """Copy a partly filled panel, `spare`, to the columns of y from `column` on."""
+    """Copy the outputs of a partly filled panel to the columns of y from `column` on.
+
+    `spare` is [num_rows, PANEL], and y is [num_rows, num_outputs].
+    """
     for r in range(num_rows):
         for c in range(num_outputs - column):
             y[r * num_outputs + column + c] = spare[r * PANEL + c]
@@ -201,9 +218,9 @@ def _serial(
     num_rows: int,
     kind: int,
     codes: Bytes,  # the codes of W in panels, see `quantized.DequantizingLinear`
-    scales: Floats,  # [P, G, PANEL]
-    zeros: Bytes,  # zero points [P, G, PANEL]; empty except for INT4 and INT8
-    groups: Ints,  # [2, K]: the group of each input, and the end of its run
+    scales: Floats,  # [P, G, PANEL], flattened
+    zeros: Bytes,  # zero points [P, G, PANEL], flattened; empty except for INT4 and INT8
+    groups: Ints,  # [2, K], flattened: group of each input, then end of its run of equal groups
     bias: Floats,  # [P * PANEL]
     y: Floats,  # [T * P * PANEL]
 ) -> None:

@@ -7,7 +7,9 @@ higher-precision computations", 2019). Rows of x are split in advance. The weigh
 each step (32 inputs of some 16-column strips) are split during the multiplications of the previous
 step (software pipelining).
 
-Four accumulator tiles are used at once: 64 rows by 16 columns, 32 by 32, or 16 by 64.
+Four accumulator tiles are used at the same time: 64 rows by 16 columns, 32 by 32, or 16 by 64.
+
+Shapes: T rows of x, K inputs, N outputs, P panels of PANEL = 48 outputs. A panel has three strips.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -38,15 +40,17 @@ from penstock.kernels.linear.cpu_f32_avx512 import PANEL
 Floats = npt.NDArray[np.float32]
 
 MAX_K_IN_SUMS = 24 * TILE_K
-"""Inputs per partial sum. The first partial sum is stored to y, the following ones are added."""
+"""Number of inputs per partial sum. The first partial sum is stored to y, and the following partial
+sums are added to it."""
 
 _SUM_TILES = 4  # tile registers used as accumulators
 BLOCK_ROWS = BLOCK_COLUMNS = _SUM_TILES * ROWS
-"""Rows and columns of y are padded to multiples of these, because whole tiles are stored."""
+"""The rows and columns of y are padded to multiples of these numbers, because whole tiles are
+stored."""
 
 _SPLIT = NUM_SPLITS * TILE  # size of a tile's three bfloat16 parts, in 32-bit words
 _ROWS_AT_ONCE = 4 * _SUM_TILES * ROWS
-"""Rows processed against one 16-column strip before moving to the next strip (loop tiling)."""
+"""Number of rows that are multiplied by one 16-column strip before the next strip (loop tiling)."""
 
 
 @inner()
@@ -59,7 +63,10 @@ def _aligned(size: int) -> Any:
 
 @inner()
 def _shapes(height: int, for_rows: int) -> Any:
-    """Return the LDTILECFG bytes: tiles of x and of sums have `height` rows, weight tiles 16."""
+    """Return the 64 bytes for LDTILECFG.
+
+    Tiles of x and of sums have `height` rows, and tiles of weights have 16 rows.
+    """
     shapes = np.zeros(64, np.uint8)
     shapes[0] = 1
     for register in range(8):
@@ -70,10 +77,10 @@ def _shapes(height: int, for_rows: int) -> Any:
 
 @inner()
 def _split_rows(x: Floats, at: int, width: int, num_rows: int, num_steps: int, a: Floats) -> None:
-    """Split rows of x, `width` apart, into three bfloat16 parts, stored in `a`.
+    """Split rows of x into three bfloat16 parts, and store the parts in `a`.
 
-    `a` is [rows / 16, steps, parts, 16, 16] 32-bit words. In each step of 32 inputs, word i of a
-    row packs inputs i and i + 16.
+    The rows are `width` elements apart. `a` is [rows / 16, steps, parts, 16, 16] 32-bit words. In
+    each step of 32 inputs, word i of a row contains the inputs i and i + 16.
     """
     for r in range(num_rows):
         to = (r // ROWS * num_steps * NUM_SPLITS * ROWS + r % ROWS) * 16
@@ -88,9 +95,9 @@ def _split_rows(x: Floats, at: int, width: int, num_rows: int, num_steps: int, a
 
 @inner(forceinline=True)
 def _split_columns(panels: Floats, at: int, b: Floats, to: int, first: int, last: int) -> None:
-    """Split words [first, last) of a 16-column strip into three bfloat16 parts.
+    """Split words [first, last) of the columns of a 16-column strip into three bfloat16 parts.
 
-    A column has 16 words, and word i packs inputs i and i + 16.
+    In each step of 32 inputs, a column has 16 words. Word i contains the inputs i and i + 16.
     """
     for word in range(first, last):
         v = at + word * PANEL
@@ -116,19 +123,23 @@ def _column_at(column: int, num_inputs: int, begin: int) -> int:
 
 @inner(forceinline=True)
 def _step_on(at: Any) -> Any:
-    """Advance four indices in `panels` by one step of TILE_K inputs."""
+    """Return four indices in `panels`, each advanced by one step of TILE_K inputs."""
     step = TILE_K * PANEL
     return at[0] + step, at[1] + step, at[2] + step, at[3] + step
 
 
 _PIECES = 8
-"""Pieces of a step's multiplications. After each piece, part of the next columns is split."""
+"""Number of pieces into which the multiplications of a step are divided. After each piece, some
+weights of the next step are split into bfloat16 parts."""
 
 
 def _block_of(num_rows: int, num_columns: int, for_rows: int) -> Any:
     """Compile a function that multiplies `num_rows` row tiles by `num_columns` column tiles.
 
-    for_rows: number of tile registers for row tiles, see `allocate_registers`.
+    Args:
+        num_rows: number of row tiles.
+        num_columns: number of column tiles.
+        for_rows: number of tile registers for row tiles, see `allocate_registers`.
     """
     work = allocate_registers(tile_products(num_rows, num_columns), num_columns, for_rows)
     cuts = [len(work) * piece // _PIECES for piece in range(_PIECES + 1)]
@@ -144,7 +155,7 @@ def _block_of(num_rows: int, num_columns: int, for_rows: int) -> Any:
     def meanwhile(
         panels: Floats, at: Any, b: Floats, to: int, later: Any, prefetch_next: bool, piece: int
     ) -> None:
-        """Split the words of the strips at `at` that belong to piece number `piece` of a step.
+        """Split the words that belong to piece number `piece` of a step, in the strips at `at`.
 
         With `prefetch_next`, also prefetch the same words of the strips at `later`.
         """
@@ -162,11 +173,12 @@ def _block_of(num_rows: int, num_columns: int, for_rows: int) -> Any:
     ) -> int:  # fmt: skip
         """Add the products of all steps to the initial sums `before`, and store the sums to y.
 
-        Return the half of `b` (0 or 1) that holds the split columns of the next call.
-
         `at`, `then` and `later` are indices in `panels`. This call multiplies the strips at `at`.
-        In its last step, it splits the strips at `then`, which the next call multiplies. The strips
-        at `later` are prefetched.
+        In its last step, the call splits the strips at `then`, which the next call multiplies. With
+        `prefetch_next`, the strips at `later` are prefetched.
+
+        Returns:
+            The half of `b` (0 or 1) that contains the split columns for the next call.
         """
         start(before, before_at)
         for k in range(num_steps):
@@ -202,7 +214,10 @@ _tall, _square, _wide = _block_of(4, 1, 1), _block_of(2, 2, 2), _block_of(1, 4, 
 
 @inner()
 def _columns_at(column: int, num_columns: int, num_inputs: int, begin: int) -> Any:
-    """Return `_column_at` of the four strips from `column` on, limited to the last strip."""
+    """Return `_column_at` of the four strips from number `column` on.
+
+    The last strip replaces strips past the end.
+    """
     return (
         _column_at(min(column, num_columns - 1), num_inputs, begin),
         _column_at(min(column + 1, num_columns - 1), num_inputs, begin),
@@ -213,7 +228,10 @@ def _columns_at(column: int, num_columns: int, num_inputs: int, begin: int) -> A
 
 @inner()
 def _add(sums: Floats, num_rows: int, num_columns: int, y: Floats, at: int, width: int) -> None:
-    """Add `sums` [num_rows, num_columns] to y from index `at` on; rows of y are `width` apart."""
+    """Add `sums` [num_rows, num_columns] to the part of y that begins at index `at`.
+
+    The rows of y are `width` elements apart.
+    """
     for r in range(num_rows):
         for c in range(0, num_columns, 16):
             to = at + r * width + c
@@ -325,7 +343,7 @@ def _parallel(
     x: Floats, num_rows: int, num_inputs: int, panels: Floats, bias: Floats, y: Floats,
     num_outputs: int, num_threads: int,
 ) -> None:  # fmt: skip
-    """Compute y with several threads, each for a range of columns or, for many rows, of rows.
+    """Compute y with several threads, each for a range of columns or (for many rows) of rows.
 
     If the rows are divided among the threads, each row is split into bfloat16 parts only once.
     """
@@ -351,7 +369,7 @@ def _parallel(
 
 
 def padded_sizes(num_rows: int, num_outputs: int) -> tuple[int, int, int]:
-    """Return three sizes: the rows of x that are read, and the padded rows and columns of y."""
+    """Return the number of rows of x that are read, and the padded rows and columns of y."""
     rows = num_rows if num_rows <= ROWS else -(-num_rows // BLOCK_ROWS) * BLOCK_ROWS
     return num_rows, rows, -(-num_outputs // BLOCK_COLUMNS) * BLOCK_COLUMNS
 

@@ -1,4 +1,7 @@
-"""AVX-512 loops of `cpu_packed_f32`, compiled by numba."""
+"""AVX-512 loops of `cpu_packed_f32`, compiled by numba.
+
+Shapes: T rows of x, K inputs, N outputs, P panels of PANEL outputs.
+"""
 
 # mypy: disable-error-code="no-untyped-call"
 
@@ -24,13 +27,15 @@ from penstock.kernels.cpu_common.simd import (
 Floats = npt.NDArray[np.float32]
 
 TILE_ROWS, PANEL = 8, 3 * VECTOR_WIDTH
-"""Rows and columns of a tile. A tile's sums, a panel's row and one input fill the registers."""
+"""Rows and columns of a tile. The sums of a tile, the weights of one input in a panel, and one
+element of x fill the vector registers."""
 
 BLOCK_K = 192
-"""Inputs per partial sum. This part of a panel stays in cache while all row tiles use it."""
+"""Number of inputs per partial sum. The weights of these inputs in a panel stay in the cache while
+all tiles of rows use them."""
 
 _BLOCK_ROWS = 64
-"""Rows processed against all panels before moving to the next rows (loop tiling)."""
+"""Number of rows that are multiplied by all panels before the next rows (loop tiling)."""
 
 _LINE = 16  # number of float32 in a cache line
 
@@ -59,7 +64,7 @@ def _fma_panel(sums: Any, x: Any, columns: Any) -> Any:
 
 @inner()
 def _store_sums(y: Floats, at: int, sums: Any, before: Floats, before_at: int) -> None:
-    """Store `before` + `sums` (one row of a panel's columns) to y from index `at` on."""
+    """Store `before` + `sums` to y from index `at` on, for one row and the columns of one panel."""
     a, b, c = sums
     p, q, r = _load_panel(before, before_at)
     store(y, at, vadd(p, a))
@@ -110,7 +115,7 @@ def _sum_four_chunks(
 def _one_row(
     x: Floats, num_inputs: int, panels: Floats, bias: Floats, first: int, last: int, y: Floats
 ) -> None:
-    """Compute the columns of whole panels, as `_whole_panels` does, for a single row of x."""
+    """Do the work of `_whole_panels` for a single row of x."""
     size, four = num_inputs * PANEL, first + (last - first) // 4 * 4
     bias = bias[first * PANEL :]
     for begin in range(0, num_inputs, BLOCK_K):
@@ -129,8 +134,8 @@ def tile(
 ) -> None:  # fmt: skip
     """Multiply `count` inputs of eight rows by the panel at `at`; store `before` + sums to y.
 
-    Between the multiplications, prefetch `lines` cache lines from `panels[ahead]` on, evenly
-    spread over the inputs.
+    Between the multiplications, the loop prefetches `lines` cache lines from `panels[ahead]` on.
+    The prefetches are spread evenly over the inputs.
     """
     x1, x2, x3, x4 = x_at + x_step, x_at + 2 * x_step, x_at + 3 * x_step, x_at + 4 * x_step
     x5, x6, x7 = x_at + 5 * x_step, x_at + 6 * x_step, x_at + 7 * x_step
@@ -174,7 +179,10 @@ def _whole_panels(
     x: Floats, num_rows: int, num_inputs: int, panels: Floats, bias: Floats, first: int, last: int,
     y: Floats, width: int,
 ) -> None:  # fmt: skip
-    """Compute the columns of panels [first, last), stored from column 0 of y [num_rows, width]."""
+    """Compute the outputs of panels [first, last) and store them from column 0 of y on.
+
+    y is [num_rows, width].
+    """
     if num_rows == 1:
         _one_row(x, num_inputs, panels, bias, first, last, y)
         return
@@ -202,7 +210,7 @@ def compute_columns(
 ) -> None:  # fmt: skip
     """Compute the columns of panels [first, last) of y [num_rows, num_outputs].
 
-    If the last panel has fewer outputs than columns, its columns go through a temporary array.
+    If the last panel has fewer outputs than columns, it is computed into a temporary array.
     """
     whole = min(last, num_outputs // PANEL)
     if first < whole:
@@ -240,7 +248,7 @@ def _parallel(
     x: Floats, num_rows: int, num_inputs: int, panels: Floats, bias: Floats, y: Floats,
     num_outputs: int, num_threads: int,
 ) -> None:  # fmt: skip
-    """Compute y with several threads, each for a range of panels or, for many rows, of rows.
+    """Compute y with several threads, each for a range of panels or (for many rows) of rows.
 
     With many rows, dividing the rows balances the threads better than dividing the panels.
     """
@@ -262,7 +270,7 @@ def _parallel(
 
 
 def padded_sizes(num_rows: int, num_outputs: int) -> tuple[int, int, int]:
-    """Return three sizes: the rows of x that are read, and the rows and columns of y."""
+    """Return the number of rows of x that are read, and the rows and columns of y."""
     rows = num_rows if num_rows == 1 else -(-num_rows // TILE_ROWS) * TILE_ROWS
     return rows, rows, num_outputs
 

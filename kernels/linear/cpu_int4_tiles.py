@@ -40,7 +40,7 @@ _UNIT_BYTES = 4 * PANEL
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """The arguments of `multiply_block`: pointers to the data of its arrays, and integers."""
+    """The arguments of `multiply_block`; arrays are replaced by pointers to their data."""
 
     qvalues: Any
     q_at: Any
@@ -73,19 +73,19 @@ def multiply_block(
 ):  # fmt: skip
     """Add the products of one block of inputs to a panel of `count` rows of y.
 
-    For all arrays, `at` is the index of the first element, and `step` the number of elements from a
-    row to the next.
+    For each array, the argument with the suffix `_at` is the index of the first element, and the
+    argument with the suffix `_step` is the number of elements from a row to the next.
 
     Args:
         qvalues: int8 activations of the block.
-        row_scales: float32; the scale of the block's activations.
-        offsets: int32; for each run, minus the sum of the run's activations.
+        row_scales: float32; one scale per row for the activations of the block.
+        offsets: int32; for each run of a row, minus the sum of the run's activations.
         count: number of rows, 1 to TILE_ROWS.
         num_inputs: number of inputs in the block, a multiple of UNIT_INPUTS, at most BLOCK_INPUTS.
-        run: number of inputs per run, which have one group; a multiple of UNIT_INPUTS.
-        codes: uint8; the block's codes of the panel.
+        run: number of inputs per run, a multiple of UNIT_INPUTS. A run's inputs have one group.
+        codes: uint8 codes of the panel; those of the block begin at index `codes_at`.
         scales: float32; the PANEL scales of the first run's group begin at index `group_at`.
-        zeros: uint8 zero points; like `scales`.
+        zeros: uint8 zero points, with the same indices as `scales`.
         group_step: number of elements from the group of a run to the group of the next run.
         y: float32.
     """
@@ -104,7 +104,7 @@ def multiply_block(
 
 
 def _emit(builder, num_rows: int, tile: _Tile) -> None:
-    """Emit the code for `tile.count` rows, at most `num_rows`."""
+    """Emit the code of `multiply_block` for at most `num_rows` rows; `tile.count` rows exist."""
     qvalues, offsets, row_scales = (
         row_pointers(builder, data, at, step, tile.count, num_rows)
         for data, at, step in (
@@ -143,7 +143,7 @@ def _emit(builder, num_rows: int, tile: _Tile) -> None:
 
 
 def _variables(builder, num_rows: int, vector) -> list[list[Any]]:
-    """Emit variables [num_rows][vectors of a panel]; LLVM keeps them in registers if it can."""
+    """Emit variables [num_rows][vectors of a panel]. LLVM keeps them in registers if they fit."""
     return [[cgutils.alloca_once(builder, vector) for _ in _COLUMNS] for _ in range(num_rows)]
 
 
@@ -154,13 +154,17 @@ def _store_all(builder, variables: list[list[Any]], value) -> None:
 
 
 def _start_sums(builder, sums, tile: _Tile, group, offsets, run_number) -> None:
-    """Emit `sums = zeros * offsets`, which subtracts the zero points from all codes of a run."""
+    """Emit `sums = zeros * offsets`.
+
+    The sums then start with minus the zero point times the activations of the run. This subtracts
+    the zero points from all codes of the run.
+    """
     zeros = []
     for c in _COLUMNS:
         at = builder.add(group, constant(c))
         narrow = load_vector(builder, tile.zeros, at, ir.VectorType(BYTE, LANES), 1)
         zeros.append(builder.zext(narrow, WORDS))
-    # Zero points have no upper 16 bits, so the upper half of an offset is multiplied by 0.
+    # The upper 16 bits of a zero point are 0, so the upper half of an offset is multiplied by 0.
     multiply_add = _instruction(builder, "llvm.x86.avx512.vpdpwssd.512")
     for row, pointer in zip(sums, offsets, strict=True):
         offset = broadcast(builder, builder.load(builder.gep(pointer, [run_number])))
@@ -188,9 +192,10 @@ def _add_run(builder, sums, qvalues, tile: _Tile, begin) -> None:
 
 
 def _unpack(builder, tile: _Tile, k) -> tuple[list[Any], list[Any]]:
-    """Emit the codes of inputs k to k + 3, and k + 4 to k + 7, of all outputs as bytes.
+    """Emit two sets of vectors with the codes of all outputs as bytes.
 
-    The codes of the next block are prefetched into the L2 cache.
+    The first set has the codes of the inputs k to k + 3, and the second set those of k + 4 to
+    k + 7. The codes of the next block are prefetched into the L2 cache.
     """
     offset = builder.mul(builder.lshr(k, constant(3)), constant(_UNIT_BYTES))
     at = builder.add(tile.codes_at, offset)
@@ -206,6 +211,6 @@ def _unpack(builder, tile: _Tile, k) -> tuple[list[Any], list[Any]]:
 
 
 def _instruction(builder, name: str):
-    """Return an instruction that adds products of integers to a vector of int32 sums."""
+    """Return an LLVM intrinsic that adds products of integers to a vector of int32 sums."""
     function = ir.FunctionType(WORDS, [WORDS] * 3)
     return cgutils.get_or_insert_function(builder.module, function, name)

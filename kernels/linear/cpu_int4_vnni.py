@@ -1,7 +1,9 @@
 """AVX-512 VNNI loops of `cpu_packed_int4`, compiled by numba.
 
-A tile is 1, 2, 4, 6 or 8 rows and one panel of outputs. `cpu_int4_tiles` multiplies a tile by one
-block of inputs.
+A tile is 1, 2, 4, 6 or 8 rows and one panel of outputs. `cpu_int4_tiles` computes the products of a
+tile for one block of inputs.
+
+Shapes: T rows of x, K inputs, P panels of PANEL outputs.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -26,7 +28,7 @@ SignedBytes = npt.NDArray[np.int8]
 Ints = npt.NDArray[np.int32]
 
 _BLOCK_ROWS = 64
-"""Rows processed against all panels before moving to the next rows (loop tiling)."""
+"""Number of rows that are multiplied by all panels before the next rows (loop tiling)."""
 
 
 @inner()
@@ -35,7 +37,10 @@ def _whole_panels(
     run: int, group_inputs: int, codes: Bytes, scales: Floats, zeros: Bytes, bias: Floats,
     first: int, last: int, y: Floats, width: int,
 ) -> None:  # fmt: skip
-    """Compute the columns of panels [first, last), stored from column 0 of y [num_rows, width]."""
+    """Compute the outputs of panels [first, last) and store them from column 0 of y on.
+
+    y is [num_rows, width].
+    """
     num_panels, block_runs = len(bias) // PANEL, BLOCK_INPUTS // run
     num_blocks, num_runs = -(-num_inputs // BLOCK_INPUTS), -(-num_inputs // run)
     panel_codes, panel_scales = len(codes) // num_panels, len(scales) // num_panels
@@ -95,14 +100,14 @@ _SIGNATURE = (
 
 @entry(_SIGNATURE + ")")
 def _serial(
-    qvalues: SignedBytes,  # [T * K], see `quantize_blocks`
-    row_scales: Floats,  # [T * blocks]
-    offsets: Ints,  # [T * runs]
+    qvalues: SignedBytes,  # [T * K] int8 activations, see `quantize_blocks`
+    row_scales: Floats,  # [T * blocks] scales of the activations
+    offsets: Ints,  # [T * runs] minus the sum of each run of activations
     num_rows: int,
     num_inputs: int,
     run: int,
     group_inputs: int,
-    codes: Bytes,  # and the following arrays: the fields of `PackedLinearInt4`
+    codes: Bytes,  # `codes` to `bias` are fields of `PackedLinearInt4`
     scales: Floats,
     zeros: Bytes,
     bias: Floats,

@@ -2,6 +2,8 @@
 
 The four accumulator tiles cover 16 rows by 64 columns of y if y has up to 16 rows, otherwise 32
 rows by 32 columns. Weights are read sequentially and prefetched.
+
+Shapes: T rows of x, K inputs.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -41,12 +43,12 @@ TILES_ACROSS = 4
 """Number of column tiles stored next to each other for each step of TILE_K inputs."""
 
 BLOCK_COLUMNS = TILES_ACROSS * 16
-"""Output columns of a block, the unit in which threads split the columns."""
+"""Number of output columns per block. Threads divide the columns in whole blocks."""
 
 BLOCK_ROWS = 2 * ROWS
 
 _PREFETCH_BYTES = 8 * TILE
-"""Distance of the prefetch ahead of the weights being read, in bytes."""
+"""Prefetch distance in bytes: weights are prefetched this far after the weights in use."""
 
 _start_flat, _start_square = load_accumulators(1, 4), load_accumulators(2, 2)
 _store_flat, _store_square = store_accumulators(1, 4), store_accumulators(2, 2)
@@ -55,7 +57,7 @@ _multiply_flat, _multiply_square = multiply_int8(1, 4), multiply_int8(2, 2)
 
 @inner()
 def _shapes(num_rows: int) -> Any:
-    """Return the LDTILECFG bytes for `num_rows` rows (at most 32), without padding rows."""
+    """Return the 64 bytes for LDTILECFG, for `num_rows` rows (at most 32) without padding rows."""
     shapes = np.zeros(64, np.uint8)
     shapes[0] = 1
     for register in range(8):
@@ -123,7 +125,7 @@ def _square(
 ) -> None:  # fmt: skip
     """Compute up to 32 rows of y for half a block (32 columns).
 
-    prefetch_next: whether to prefetch weights that later calls read.
+    If `prefetch_next` is True, also prefetch weights that later calls read.
     """
     at, column = (
         block * num_inputs * BLOCK_COLUMNS + half * 2 * TILE,
@@ -210,7 +212,7 @@ def _parallel(
     qvalues: Bytes, num_rows: int, num_inputs: int, weights: Bytes, shifts: Sums, factors: Floats,
     scales: Floats, bias: Floats, y: Floats, num_blocks: int, num_threads: int,
 ) -> None:  # fmt: skip
-    """Compute y with several threads, each for a range of columns or, for many rows, of rows.
+    """Compute y with several threads, each for a range of columns or (for many rows) of rows.
 
     If the rows are divided, each thread mostly reads rows that it has quantized itself.
     """

@@ -22,13 +22,14 @@ Bytes = npt.NDArray[np.uint8]
 Sums = npt.NDArray[np.int32]
 
 TILE_ROWS = 6
-"""Rows that are multiplied by a block of weights at a time."""
+"""Number of rows that are multiplied by a block of weights at the same time."""
 
 _BLOCK_ROWS = 32 * TILE_ROWS
-"""Rows processed against all columns before moving to the next rows; they stay in the L2 cache."""
+"""Number of rows that are multiplied by all columns before the next rows. These rows stay in the L2
+cache."""
 
 _AHEAD = 8192
-"""Distance of the prefetch ahead of the weights being read, in bytes."""
+"""Prefetch distance in bytes: weights are prefetched this far after the weights in use."""
 
 _six, _six_ahead = multiply_rows(6, 0), multiply_rows(6, _AHEAD)
 _one, _two, _three = (multiply_rows(rows, _AHEAD) for rows in (1, 2, 3))
@@ -106,7 +107,7 @@ def _parallel(
     qvalues: Bytes, num_rows: int, num_inputs: int, weights: Bytes, shifts: Sums, factors: Floats,
     scales: Floats, bias: Floats, y: Floats, num_blocks: int, num_threads: int,
 ) -> None:  # fmt: skip
-    """Compute y with several threads, each for a range of columns or, for many rows, of rows."""
+    """Compute y with several threads, each for a range of columns or (for many rows) of rows."""
     tiles, width = -(-num_rows // TILE_ROWS), num_blocks * BLOCK_COLUMNS
     for thread in numba.prange(num_threads):
         if num_rows >= _BLOCK_ROWS:

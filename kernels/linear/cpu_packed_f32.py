@@ -1,20 +1,21 @@
 """float32 linear layers with weights packed in panels, for CPUs with AVX-512: y = x Wᵀ + b.
 
-W [N, K] is stored as panels [P, K, 48] of 48 output columns each, so that the loop over K reads
-memory sequentially. There are two implementations:
+x is [T, K] and y [T, N]. W [N, K] is stored as P panels [P, K, 48] of 48 output columns each, so
+that the loop over K reads memory sequentially. There are two implementations:
 
 - AVX-512 (`linear/cpu_f32_avx512`): a tile of 8 rows and one panel fills the vector registers (Goto
   and van de Geijn, "Anatomy of high-performance matrix multiplication", 2008);
 - AMX (`linear/cpu_f32_amx_bf16x6`), if the CPU supports AMX: each float32 is split into three
   bfloat16 parts, and six products of parts give a float32 product with errors as small as with
-  AVX-512. From a few dozen rows on, this is about twice as fast as AVX-512.
+  AVX-512. With a few dozen rows or more, AMX is about twice as fast as AVX-512.
 
-Both implementations prefetch weights during the multiplications, so that with few rows only the
-memory bandwidth limits the speed. docs/performance.md compares them with oneDNN and MKL.
+Both implementations prefetch weights during the multiplications. With few rows, only the memory
+bandwidth therefore limits the speed. docs/performance.md compares them with oneDNN and MKL.
 
 An output element starts as its bias. Then partial sums over fixed ranges of inputs are added one
-after another; the order within a partial sum is fixed too. With the same implementation, an element
-is therefore bitwise identical for any number of rows, columns and threads.
+after another; the order of the sums within a partial sum is fixed, too. With the same
+implementation, an element is therefore bitwise identical for any number of rows, columns and
+threads.
 """
 
 from dataclasses import dataclass, field
@@ -43,7 +44,10 @@ _AMX_K, _AMX_N = 32, 64  # with AMX, K and N are padded to multiples of these nu
 
 
 def supports_packed_f32(weight: Tensor) -> bool:
-    """Return whether `weight` can be packed in panels, the fastest format on CPUs with AVX-512."""
+    """Return whether `weight` can be packed in panels, the fastest format on CPUs with AVX-512.
+
+    The weight must be float32, not empty, and on a CPU with AVX-512.
+    """
     is_plain = weight.device.type == "cpu" and weight.dtype == torch.float32
     return is_plain and weight.numel() > 0 and has_avx512()
 
@@ -52,12 +56,12 @@ def supports_packed_f32(weight: Tensor) -> bool:
 class PackedLinearF32:
     """A float32 linear layer with its weights in panels."""
 
-    panels: Floats = field(repr=False)  # [P, depth, 48], flattened; rows past `num_inputs` are zero
-    bias: Floats = field(repr=False)  # [at least P * 48], zero past `num_outputs`
+    panels: Floats = field(repr=False)  # [P, depth, 48], flattened; inputs past `num_inputs` are 0
+    bias: Floats = field(repr=False)  # [at least P * 48]; 0 from index `num_outputs` on
     num_inputs: int
     num_outputs: int
     depth: int  # `num_inputs`, rounded up to a multiple of 32 if the CPU has AMX
-    batch_invariant: bool  # use the same implementation for any number of rows
+    batch_invariant: bool  # True to use the same implementation for any number of rows
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return x Wᵀ + b [T, N]. Raise ValueError if x is not [T, K] float32."""

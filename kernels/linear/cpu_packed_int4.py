@@ -1,15 +1,18 @@
 """Linear layers with 4-bit weights and INT8 activations, on CPUs with AVX-512 VNNI.
 
 y = x Wᵀ + b, where W[n, k] = (code[n, k] - zero[n, g]) * scale[n, g] and g is the group of input k.
-Activations are quantized at run time, in blocks of 256 inputs (`quantize_blocks`). Multiplying
-integers is three times as fast as converting the codes to float32, from 8 rows on. The quantized
-activations add an error of about 0.6%; the rounding of the weights to 4 bits has one of 8 to 12%.
+Activations are quantized at run time, in blocks of 256 inputs (`quantize_blocks`). With 8 rows or
+more, integer products are three times as fast as products with codes converted to float32. The
+quantization of activations causes an error of about 0.6%; the rounding of weights to 4 bits causes
+8 to 12%.
 
 Order of summation: an element of y starts as its bias. Inputs are divided into blocks, and blocks
-into runs of inputs of one group. The integer sum of a run is exact and is multiplied by the group's
-scale. These products are added in order within a block, and the sum of each block is multiplied by
-the activations' scale and added to the element. An element of y therefore does not depend on the
-number of rows, columns and threads.
+into runs of inputs of one group. The integer sum of a run is exact. It is multiplied by the scale
+of the group, and the products of a block's runs are added in order. The sum of each block is then
+multiplied by the scale of the activations and added to the element. An element of y therefore does
+not depend on the number of rows, columns and threads.
+
+Shapes: x [T, K], W [N, K], y [T, N], G groups of inputs, P panels of 48 outputs.
 """
 
 from dataclasses import dataclass, field
@@ -29,18 +32,19 @@ from penstock.kernels.linear.int8_blocks import BLOCK_INPUTS, UNIT_INPUTS
 from penstock.kernels.linear.panels import padded_bias, to_panels
 from penstock.kernels.linear.quantize_blocks import quantize_per_block
 
-_ROWS_AT_ONCE = 64  # the temporary copies stay in the L2 cache
+_ROWS_AT_ONCE = 64  # few enough rows that the temporary copies of `_words` stay in the L2 cache
 
 
 def has_int4_loops() -> bool:
-    """Return whether this CPU has the loops: AVX-512 VNNI, and numba."""
+    """Return whether this CPU can run the loops. They need AVX-512 VNNI and numba."""
     return has_vnni() and has_numba()
 
 
 def supported_group(num_inputs: int, group_inputs: int) -> int | None:
-    """Return the number of inputs per group for `PackedLinearInt4`; None if it is not supported.
+    """Return the field `group_inputs` of a `PackedLinearInt4`, or None if there is no support.
 
-    Runs of inputs of one group must have the same length in all blocks of 256 inputs.
+    Runs of inputs of one group must have the same length in all blocks of 256 inputs. If one group
+    contains all inputs, the result is rounded up to whole blocks.
 
     Args:
         num_inputs: number of inputs of the layer.
@@ -54,7 +58,10 @@ def supported_group(num_inputs: int, group_inputs: int) -> int | None:
 
 
 def divides_blocks(group_inputs: int) -> bool:
-    """Return whether groups of this size divide blocks of 256 inputs, or are whole blocks."""
+    """Return whether a group of this size is one or more whole blocks, or divides a block evenly.
+
+    A block has 256 inputs. A smaller group must be a multiple of UNIT_INPUTS.
+    """
     if group_inputs % BLOCK_INPUTS == 0:
         return True
     return BLOCK_INPUTS % group_inputs == 0 and group_inputs % UNIT_INPUTS == 0
@@ -64,18 +71,21 @@ def divides_blocks(group_inputs: int) -> bool:
 class PackedLinearInt4:
     """A linear layer with 4-bit weights in panels of 48 outputs, for quantized activations."""
 
-    # [P, K / 8, 48] words, flattened; see `_words`
+    # the words [P, K / 8, 48] of `_words` in panels, flattened and viewed as bytes
     codes: npt.NDArray[np.uint8] = field(repr=False)
     scales: npt.NDArray[np.float32] = field(repr=False)  # [P, G, 48], flattened
-    zeros: npt.NDArray[np.uint8] = field(repr=False)  # [P, G, 48], flattened
-    bias: npt.NDArray[np.float32] = field(repr=False)  # [P * 48], zero past `num_outputs`
+    zeros: npt.NDArray[np.uint8] = field(repr=False)  # [P, G, 48] zero points, flattened
+    bias: npt.NDArray[np.float32] = field(repr=False)  # [P * 48]; 0 from index `num_outputs` on
     num_inputs: int
     num_outputs: int
     group_inputs: int  # result of `supported_group`
 
     @property
     def run(self) -> int:
-        """Return the number of inputs of one group in a block; only the last run has fewer."""
+        """Return the number of inputs of a run: those of one group in a block.
+
+        Only the last run of a row may have fewer inputs.
+        """
         return min(self.group_inputs, BLOCK_INPUTS)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -121,10 +131,10 @@ def _words(codes: Tensor) -> Tensor:
     """
     words = codes.contiguous().view(torch.int32).clone()
     for rows in torch.split(words, _ROWS_AT_ONCE):
-        lower, upper = rows & 0xFFFF, (rows >> 16) & 0xFFFF  # four codes each
+        lower, upper = rows & 0xFFFF, (rows >> 16) & 0xFFFF  # `lower` and `upper`: four codes each
         for half in (lower, upper):
             half.bitwise_or_(half << 8).bitwise_and_(0x00FF00FF)
-            half.bitwise_or_(half << 4).bitwise_and_(0x0F0F0F0F)  # one code per byte
+            half.bitwise_or_(half << 4).bitwise_and_(0x0F0F0F0F)  # now one code per byte
         torch.bitwise_or(lower, upper << 4, out=rows)
     return words
 

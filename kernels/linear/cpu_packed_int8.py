@@ -1,9 +1,9 @@
 """INT8 linear layers on CPUs with AMX or AVX-512 VNNI: y = s_x s_w (q_x - 128) q_wᵀ + b.
 
-Activations are quantized at run time, with one scale per row (`quantize_rows`), and weights once,
-with one scale per row of W. The int32 sums are exact, so the result for a row does not depend on
-the other rows. Each sum is multiplied first by the weights' scale, as in oneDNN, and then by the
-activations' scale.
+x is [T, K], W [N, K] and y [T, N]. Activations are quantized to q_x at run time, with one scale s_x
+per row of x (`quantize_rows`). Weights are quantized to q_w once, with one scale s_w per row of W.
+The int32 sums are exact, so the result for a row does not depend on the other rows. Each sum is
+multiplied first by s_w, as in oneDNN, and then by s_x.
 
 W [N, K] is stored in the order in which AMX reads it: blocks of 64 outputs; in each block, steps of
 64 inputs; in each step, four tiles of 16 outputs. The VNNI loops read the same order. AMX and
@@ -38,7 +38,7 @@ def supports_int8_tiles(weight: Tensor) -> bool:
 
 
 def has_int8_loops() -> bool:
-    """Return whether this CPU has loops for the tiles: AMX or AVX-512 VNNI, and numba."""
+    """Return whether this CPU can run the loops. They need AMX or AVX-512 VNNI, and numba."""
     return (has_amx() or has_vnni()) and has_numba()
 
 
@@ -48,8 +48,8 @@ class PackedLinearInt8:
 
     tiles: npt.NDArray[np.uint8] = field(repr=False)  # [blocks, steps, 4, 16, 16, 4], flattened
     shifts: npt.NDArray[np.int32] = field(repr=False)  # [blocks * 64] -128 * sum of each weight row
-    scales: Floats = field(repr=False)  # [blocks * 64], one per weight row; zero past `num_outputs`
-    bias: Floats = field(repr=False)  # [blocks * 64], zero past `num_outputs`
+    scales: Floats = field(repr=False)  # [blocks * 64] one per weight row; 0 past `num_outputs`
+    bias: Floats = field(repr=False)  # [blocks * 64]; 0 from index `num_outputs` on
     num_inputs: int
     num_outputs: int
 
@@ -73,12 +73,16 @@ class PackedLinearInt8:
 
 
 def pack_int8_tiles(qweight: Tensor, scales: Tensor, bias: Tensor | None) -> PackedLinearInt8:
-    """Pack `qweight` [N, K] int8 from -127 to 127, with `scales` and `bias` [N] float32."""
+    """Pack a linear layer with quantized weights in tiles.
+
+    `qweight` is [N, K] int8 from -127 to 127. `scales` and `bias` are [N] float32.
+    """
     num_outputs, num_inputs = qweight.shape
     num_blocks = -(-num_outputs // _BLOCK_COLUMNS)
     whole = torch.zeros(num_blocks * _BLOCK_COLUMNS, num_inputs, dtype=torch.int8)
     whole[:num_outputs] = qweight
-    # From [blocks, 4, 16 outputs, steps, 16, 4 inputs] to [blocks, steps, 4, 16, 16 outputs, 4].
+    # Rearrange [blocks, 4, 16 outputs, steps, 16, 4 inputs] to
+    # [blocks, steps, 4, 16, 16 outputs, 4 inputs].
     blocks = whole.view(num_blocks, 4, 16, num_inputs // _TILE_K, 16, 4)
     tiles = blocks.permute(0, 3, 1, 4, 2, 5).contiguous().view(torch.uint8)
     shifts = whole.sum(1, dtype=torch.int32) * -ZERO_POINT

@@ -20,14 +20,15 @@ def quantize_blocks(
     x: Floats, qvalues: Bytes, scales: Floats, offsets: Ints, num_inputs: int, run: int,
     first: int, last: int,
 ) -> None:  # fmt: skip
-    """Quantize rows [first, last); all arrays are flat, see `_serial`."""
+    """Quantize rows [first, last). The arrays are those of `_serial`."""
     num_blocks, num_runs = -(-num_inputs // BLOCK_INPUTS), -(-num_inputs // run)
     for t in range(first, last):
         for block in range(num_blocks):
             begin, end = block * BLOCK_INPUTS, min(num_inputs, (block + 1) * BLOCK_INPUTS)
             row = x[t * num_inputs + begin : t * num_inputs + end]
             out = qvalues[t * num_inputs + begin : t * num_inputs + end]
-            # Compare |x| as integers: the bits have the same order as the floats, with NaN largest.
+            # Absolute values are compared as integers. Their bits have the same order as the
+            # floats, and the bits of NaN are the largest.
             bits, most = row.view(np.int32), np.int32(0)
             for i in range(len(bits)):
                 most = max(most, bits[i] & np.int32(0x7FFFFFFF))
@@ -54,10 +55,10 @@ _SIGNATURE = "void(float32[::1], int8[::1], float32[::1], int32[::1], int64, int
 
 @entry(_SIGNATURE + ")")
 def _serial(
-    x: Floats,  # [T * K]
-    qvalues: Bytes,  # [T * K]
-    scales: Floats,  # [T * blocks]
-    offsets: Ints,  # [T * runs]
+    x: Floats,  # [T * K]: T rows of K inputs
+    qvalues: Bytes,  # [T * K] result
+    scales: Floats,  # [T * blocks] result: scale of each block
+    offsets: Ints,  # [T * runs] result: minus the sum of each run
     num_inputs: int,
     run: int,
     num_rows: int,

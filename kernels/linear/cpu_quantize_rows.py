@@ -20,7 +20,8 @@ def quantize_rows(
     magnitudes = factors.view(np.int32)
     for t in range(first, last):
         row, out = x[t], qvalues[t]
-        # Compare |x| as integers: the bits have the same order as the floats, with NaN largest.
+        # Absolute values are compared as integers. Their bits have the same order as the floats,
+        # and the bits of NaN are the largest.
         bits, most = row.view(np.int32), np.int32(0)
         for i in range(len(bits)):
             most = max(most, bits[i] & np.int32(0x7FFFFFFF))

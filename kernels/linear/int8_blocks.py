@@ -1,7 +1,8 @@
 """Sizes of the blocks of INT8 activations, which `cpu_packed_int4` multiplies by 4-bit weights."""
 
 BLOCK_INPUTS = 256
-"""Inputs of a row that have one scale."""
+"""Number of inputs of a block. Each block of a row has one scale."""
 
 UNIT_INPUTS = 8
-"""Inputs whose 4-bit weights are in one word of 32 bits; runs are multiples of this."""
+"""Number of inputs whose 4-bit weights are in one 32-bit word. The length of a run (inputs of one
+group within a block) is a multiple of it."""

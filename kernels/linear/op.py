@@ -3,10 +3,10 @@
 When a model is loaded, its weights are rearranged once into one of these CPU formats:
 
 - float32 panels (`cpu_packed_f32`), on CPUs with AVX-512;
-- float32 blocked for oneDNN, on other CPUs: up to twice as fast as unpacked weights for 2 to 32
-  rows, and equally fast for more. In all measurements so far (docs/performance.md), the order of
-  summation did not depend on the number of rows or threads. oneDNN does not guarantee this order,
-  so `pack_batch_invariant` tests it, and pads the rows if the test fails;
+- float32 in oneDNN's blocked layout, on other CPUs: up to twice as fast as unpacked weights for 2
+  to 32 rows, and equally fast for more rows. In all measurements so far (docs/performance.md), the
+  order of summation did not depend on the number of rows or threads. oneDNN does not guarantee
+  this, so `pack_batch_invariant` tests it, and pads the rows if the test fails;
 - INT8, with one scale s_w per weight row, and one scale s_x per activation row that is computed at
   run time: y = s_x s_w (x / s_x)₈ (W / s_w)₈ᵀ, where ()₈ rounds to 8 bits. The int32 sums are
   exact, so the result for a row does not depend on other rows. CPUs with AMX or AVX-512 VNNI use
@@ -37,16 +37,19 @@ from penstock.kernels.triton_common.launch import runs_kernels
 
 
 class PackedLinear(Protocol):
-    """A linear layer with packed weights: maps x [T, K] to [T, N]."""
+    """A linear layer with packed weights. A call maps x [T, K] to y [T, N]."""
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
 class OneDnnLinear:
-    """A float32 linear layer by oneDNN. A single row of x uses unpacked weights (faster)."""
+    """A float32 linear layer computed by oneDNN.
 
-    # [N, K], used for a single row of x; None: `blocked` is used for any number of rows
+    For a single row of x, unpacked weights are used if available, because they are faster.
+    """
+
+    # [N, K] unpacked weights for a single row of x; if None, `blocked` is used for any row count
     weight: Tensor | None
     blocked: Tensor  # the weights in oneDNN's opaque layout
     bias: Tensor | None
@@ -67,7 +70,8 @@ def pack_onednn(weight: Tensor, bias: Tensor | None) -> OneDnnLinear:
 class PaddedLinear:
     """Runs `product` on blocks of exactly `rows` rows; the last block is padded.
 
-    With a fixed number of rows, a library always uses the same code for a product.
+    With a fixed number of rows, a library always chooses the same code, so the result for a row
+    does not depend on the number of rows.
     """
 
     product: PackedLinear
@@ -99,7 +103,7 @@ def pack_batch_invariant(weight: Tensor, bias: Tensor | None) -> PackedLinear:
 
 
 _fixed_by_itself: dict[tuple[int, ...], bool] = {}
-"""Results of `_is_batch_invariant` for oneDNN layers; the key is (N, K, number of threads)."""
+"""Stored results of `_is_batch_invariant` for oneDNN layers, by (N, K, number of threads)."""
 
 
 def _is_batch_invariant(product: PackedLinear, num_inputs: int) -> bool:
@@ -151,7 +155,7 @@ def int8_unsupported_reason(device: torch.device, dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True, slots=True)
 class OneDnnInt8Linear:
-    """An INT8 linear layer by oneDNN; activations are quantized per row at run time."""
+    """An INT8 linear layer computed by oneDNN; activations are quantized per row at run time."""
 
     packed: Tensor  # weights in oneDNN's opaque layout
     scales: Tensor  # [N] float32 scales of the weights
@@ -172,7 +176,10 @@ class OneDnnInt8Linear:
 
 @dataclass(frozen=True, slots=True)
 class FbgemmInt8Linear:
-    """An INT8 linear layer by FBGEMM; rows of x are scaled to [-1, 1], then quantized uniformly."""
+    """An INT8 linear layer computed by FBGEMM.
+
+    Each row of x is scaled to [-1, 1] and then quantized uniformly.
+    """
 
     packed: Any  # weights in FBGEMM's opaque layout
     bias: Tensor | None
@@ -193,11 +200,11 @@ def pack_int8(weight: Tensor, bias: Tensor | None) -> PackedLinear:
 
 
 def pack_int8_codes(qweight: Tensor, scales: Tensor, bias: Tensor | None) -> PackedLinear:
-    """Pack weights that are quantized already; activations are quantized at run time.
+    """Pack weights that are already quantized; activations are quantized at run time.
 
     Args:
         qweight: [N, K] int8.
-        scales: [N] float32; a weight is its code times its row's scale.
+        scales: [N] float32; the value of a weight is its code times the scale of its row.
         bias: [N] float32 or None.
     """
     if supports_int8_tiles(qweight):
@@ -207,7 +214,8 @@ def pack_int8_codes(qweight: Tensor, scales: Tensor, bias: Tensor | None) -> Pac
         return OneDnnInt8Linear(packed, scales, torch.zeros(len(qweight), dtype=torch.int32), bias)
     zeros = torch.zeros(len(qweight), dtype=torch.int64)
     with warnings.catch_warnings():
-        # torch has deprecated quantized tensors, but FBGEMM packs only these; torch is pinned.
+        # torch has deprecated quantized tensors, and warns. FBGEMM packs no other tensors, and the
+        # version of torch is pinned.
         warnings.simplefilter("ignore", UserWarning)
         quantized = torch._make_per_channel_quantized_tensor(qweight, scales, zeros, 0)
     before = torch.backends.quantized.engine
@@ -220,7 +228,7 @@ def pack_int8_codes(qweight: Tensor, scales: Tensor, bias: Tensor | None) -> Pac
 
 
 def activation_qmax() -> int:
-    """Return the largest absolute value of a quantized activation."""
+    """Return the largest absolute value of a quantized activation minus its zero point."""
     return 127 if _has_vnni() else 63
 
 
@@ -229,7 +237,10 @@ def _has_vnni() -> bool:
 
 
 def pack_int8_matrix(matrix: QuantizedMatrix, bias: Tensor | None) -> PackedLinear:
-    """Pack an `int8` matrix with one scale per output and zero points 128, in place."""
+    """Pack an `int8` matrix with one scale per output and zero points 128.
+
+    The codes of `matrix` are overwritten.
+    """
     codes = matrix.codes.bitwise_xor_(128).view(torch.int8)
     return pack_int8_codes(codes, matrix.scales.flatten(), bias)
 

@@ -1,4 +1,4 @@
-"""Panels: rows of a matrix in groups of 48, stored column by column, for AVX-512 loops."""
+"""Panels: groups of 48 rows of a matrix, each stored column by column, for AVX-512 loops."""
 
 from typing import Any
 
@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 PANEL_ROWS = 48
-"""Rows per panel; equals `cpu_code_tiles.PANEL`, which cannot be imported without numba."""
+"""Number of rows per panel. It equals `cpu_code_tiles.PANEL`, which cannot be imported without
+numba."""
 
 
 def count_panels(num_rows: int) -> int:
@@ -15,7 +16,10 @@ def count_panels(num_rows: int) -> int:
 
 
 def to_panels(rows: Tensor) -> Any:
-    """Rearrange [N, C] to a flat numpy array [P, C, 48]; rows past N are zero."""
+    """Rearrange N rows of C columns to P panels: a flat numpy array [P, C, 48].
+
+    Rows past the last one are zero.
+    """
     panels = torch.zeros(count_panels(len(rows)), rows.shape[1], PANEL_ROWS, dtype=rows.dtype)
     for panel, outputs in zip(panels, torch.split(rows, PANEL_ROWS), strict=True):
         panel[:, : len(outputs)] = outputs.T
@@ -23,7 +27,10 @@ def to_panels(rows: Tensor) -> Any:
 
 
 def padded_bias(bias: Tensor | None, num_rows: int) -> Any:
-    """Return the bias of a matrix with `num_rows` rows as float32 [P * 48]; zero past the end."""
+    """Return the bias of a matrix with `num_rows` rows as a float32 array, padded to whole panels.
+
+    The padding is zero. If `bias` is None, all elements are zero.
+    """
     padded = torch.zeros(count_panels(num_rows) * PANEL_ROWS)
     if bias is not None:
         padded[:num_rows] = bias

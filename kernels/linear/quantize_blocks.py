@@ -2,8 +2,8 @@
 
 x_i ≈ q_i s with q_i from -127 to 127 and the block's scale s = max |x| / 127. If a block contains
 NaN or Inf, s is NaN or Inf, so the error propagates to the output. The results for a row do not
-depend on the other rows. llama.cpp quantizes activations in the same blocks (its Q8_K). CPU only,
-compiled by numba (`linear/cpu_quantize_blocks`).
+depend on the other rows. llama.cpp quantizes activations in the same blocks (format Q8_K). The
+loops exist only for CPUs; numba compiles them (`linear/cpu_quantize_blocks`).
 """
 
 from functools import cache
@@ -23,14 +23,14 @@ class QuantizedBlocks(NamedTuple):
 
     qvalues: Tensor  # [T, K] int8
     scales: Tensor  # [T, ceil(K / 256)] float32
-    offsets: Tensor  # [T, ceil(K / run)] int32: minus the sum of each run of inputs
+    offsets: Tensor  # [T, ceil(K / run)] int32: minus the sum of `qvalues` of each run of inputs
 
 
 def quantize_per_block(x: Tensor, run: int) -> QuantizedBlocks:
     """Quantize x [T, K] float32.
 
     Args:
-        run: number of inputs per offset; a divisor of 256.
+        run: number of inputs per run, which has one offset; a divisor of 256.
     """
     num_rows, num_inputs = x.shape
     found = QuantizedBlocks(
@@ -52,7 +52,7 @@ def quantize_per_block_reference(x: Tensor, run: int) -> QuantizedBlocks:
     padded = functional.pad(x, (0, -num_inputs % BLOCK_INPUTS))
     blocks = padded.view(num_rows, padded.shape[1] // BLOCK_INPUTS, BLOCK_INPUTS)
     largest = blocks.abs().amax(2).clamp_min(MIN_SCALE)
-    # torch computes `QMAX / largest` as a product with the reciprocal, which rounds twice.
+    # torch would compute `QMAX / largest` as a product with the reciprocal, which rounds twice.
     steps = torch.full_like(largest, QMAX) / largest
     qvalues = (blocks * steps[:, :, None]).round().to(torch.int8)
     sums = qvalues.view(num_rows, padded.shape[1] // run, run).sum(2, dtype=torch.int32)

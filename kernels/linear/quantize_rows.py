@@ -1,8 +1,8 @@
 """Per-token quantization of activations to uint8: one scale per row, zero point 128.
 
 x_i ≈ (q_i - 128) f with q_i from 1 to 255 and the row's scale f = max |x| / 127. If a row contains
-NaN or Inf, f is NaN or Inf, so the error propagates to the output. CPU only, compiled by numba
-(`linear/cpu_quantize_rows`).
+NaN or Inf, f is NaN or Inf, so the error propagates to the output. The loops exist only for CPUs;
+numba compiles them (`linear/cpu_quantize_rows`).
 """
 
 from functools import cache
@@ -15,11 +15,12 @@ from penstock.kernels.cpu_common.numba_runtime import MIN_PARALLEL_ELEMENTS, con
 
 QMAX, ZERO_POINT = 127, 128
 MIN_SCALE = 1e-30
-"""Lower bound of max |x| of a row; prevents a division by zero if the row is all zeros."""
+"""Lower bound for max |x| of a row. It prevents a division by zero if all elements of the row are
+zero."""
 
 
 def quantize_per_token(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize x [T, K] float32: return values [T, K] uint8 and scales [T, 1] float32."""
+    """Quantize x [T, K] float32. Return the values [T, K] uint8 and the scales [T, 1] float32."""
     qvalues = torch.empty(x.shape, dtype=torch.uint8)
     factors = torch.empty(len(x), 1)
     threads = 1 if x.numel() < MIN_PARALLEL_ELEMENTS else torch.get_num_threads()

@@ -21,9 +21,9 @@ WeightForm = Literal["int8", "fp8", "int4"]
 WEIGHT_FORMS: tuple[WeightForm, ...] = get_args(WeightForm)
 
 GROUP_INPUTS = 32
-"""Inputs per group of `int4`; the last group of a row may have fewer."""
+"""Number of inputs per group of `int4`. The last group of a row may have fewer inputs."""
 
-_ROWS_AT_ONCE = 256  # bounds the memory of temporary float copies
+_ROWS_AT_ONCE = 256  # limits the memory of temporary float copies
 
 _E4M3_MAX = 448.0
 
@@ -62,12 +62,19 @@ def quantize_weight(weight: Tensor, form: WeightForm) -> QuantizedMatrix:
 
 
 def _row_scales(part: Tensor, limit: float) -> Tensor:
-    """Return the scales [R, 1] with which the largest magnitude of a row gets the code `limit`."""
+    """Return one scale per row, [R, 1].
+
+    The largest magnitude of a row divided by the scale is `limit`, the largest code.
+    """
     return part.abs().amax(1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / limit
 
 
 def _int4_rows(part: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return codes [R, K / 2], scales and zero points [R, G] of float32 rows."""
+    """Quantize float32 rows [R, K] to `int4`.
+
+    Returns:
+        Codes [R, K / 2], scales [R, G] and zero points [R, G], with G groups of inputs.
+    """
     num_inputs = part.shape[1]
     grouped = torch.nn.functional.pad(part, (0, -num_inputs % GROUP_INPUTS))
     grouped = grouped.view(len(part), -1, GROUP_INPUTS)

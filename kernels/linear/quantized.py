@@ -1,8 +1,9 @@
 """Weight-only linear layers: y = x Wᵀ + b, with W stored as codes of 4 or 8 bits.
 
-W [N, K] is never held as a float matrix. Each weight is a code with the scale and the zero point of
-its group of inputs, W[n, k] = (code[n, k] - zero[n, g(k)]) * scale[n, g(k)]. One representation
-covers the published formats:
+x is [T, K] and y [T, N]. W [N, K] is never stored as a float matrix. Each weight is a code with the
+scale and the zero point of its group of inputs: with g(k) as the group of input k,
+W[n, k] = (code[n, k] - zero[n, g(k)]) * scale[n, g(k)]. This representation, with G groups, covers
+the published formats:
 
 - FP8 (e4m3) codes, with one scale per tensor, per output or per block of inputs, without zeros;
 - 8-bit integers, with one scale per output or per group;
@@ -59,10 +60,10 @@ KIND_NUMBERS: dict[Kind, int] = {
     "nf4": code_kinds.NF4,
     "fp4": code_kinds.FP4,
 }
-"""Numbers of the kinds in compiled kernels."""
+"""Number of each kind of codes in compiled kernels."""
 
 TABLES: dict[Kind, tuple[float, ...]] = {"e2m1": E2M1, "nf4": NF4, "fp4": FP4}
-"""Kinds whose codes have 4 bits and index a table: the float32 values of the 16 codes."""
+"""Float32 values of the 16 codes, for the kinds whose 4-bit codes are indices in a table."""
 
 
 def is_narrow(kind: Kind) -> bool:
@@ -79,14 +80,15 @@ def has_zeros(kind: Kind) -> bool:
 class QuantizedMatrix:
     """A matrix [N, K] as codes, scales and zero points; `kind` gives the meaning of a code.
 
-    "int4" and "int8" are unsigned: signed codes are stored with 8 or 128 added, and their zero
-    point is that number. The other kinds have no zero points.
+    Codes of "int4" and "int8" are unsigned. Signed codes are stored with 8 or 128 added, and this
+    number is their zero point. The other kinds have no zero points.
     """
 
     kind: Kind
-    codes: Tensor  # [N, K] uint8; 4 bits: [N, K / 2], inputs 2 i and 2 i + 1 in bits 0-3 and 4-7
+    # [N, K] uint8. Codes of 4 bits are [N, K / 2]: inputs 2 i and 2 i + 1 are in bits 0-3 and 4-7.
+    codes: Tensor
     scales: Tensor  # [N, G] float32
-    zeros: Tensor  # [N, G] uint8; [N, 0] without zero points
+    zeros: Tensor  # [N, G] uint8 zero points; [N, 0] for a kind without zero points
     groups: Tensor  # [K] int32, the group of each input
 
     @property
@@ -111,15 +113,15 @@ class QuantizedMatrix:
         return codes.to(torch.float32).sub_(self.zeros[rows][:, groups]).mul_(scales)
 
     def take_rows(self, rows: Tensor) -> "QuantizedMatrix":
-        """Return a matrix of the rows with the numbers `rows`, in this order."""
+        """Return a matrix that consists of the rows with the numbers `rows`, in this order."""
         taken = self.codes[rows], self.scales[rows], self.zeros[rows]
         return QuantizedMatrix(self.kind, *taken, self.groups)
 
     def take_inputs(self, first: int, last: int) -> "QuantizedMatrix":
-        """Return a copy of inputs [first, last); for 4-bit codes, `last - first` must be even.
+        """Return a matrix that consists of the inputs (columns) [first, last).
 
-        Inputs keep the scales and zero points of their groups, even if the range begins or ends
-        inside a group.
+        For 4-bit codes, `last - first` must be even. Inputs keep the scales and zero points of
+        their groups, even if the range begins or ends inside a group.
         """
         codes, groups = self.codes, self.groups[first:last]
         if not is_narrow(self.kind):
@@ -160,13 +162,13 @@ def concatenate(matrices: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
 
 
 def even_groups(num_inputs: int, size: int, device: torch.device) -> Tensor:
-    """Return the table [K] int32 of groups that are ranges of `size` inputs."""
+    """Return the group [K] int32 of each input, if each group is a range of `size` inputs."""
     return torch.arange(num_inputs, dtype=torch.int32, device=device) // size
 
 
 @dataclass(frozen=True, slots=True)
 class TiledLinear:
-    """Dequantizes a bounded tile of W at a time; torch multiplies."""
+    """A weight-only linear layer computed by torch; W is dequantized some rows at a time."""
 
     matrix: QuantizedMatrix
     bias: Tensor | None
@@ -201,8 +203,8 @@ def quantized_matmul(
         x: [T, K] float32, float16 or bfloat16 with contiguous rows, on a GPU.
         codes, scales, zeros, groups: the fields of `QuantizedMatrix`.
         bias: [N] of the dtype of x, or None.
-        kind: meaning of the codes.
-        one_group: True if all inputs of each tile of `TILE_INPUTS` inputs are in one group.
+        kind: kind of the codes.
+        one_group: True if, for each tile of `TILE_INPUTS` inputs, all inputs are in one group.
 
     Raises:
         ValueError: a shape, dtype or stride is wrong, or x is on a CPU.
@@ -244,7 +246,7 @@ class TritonQuantizedLinear:
 
 
 def _has_one_group_per_tile(groups: Tensor) -> bool:
-    """Return whether each tile of inputs of the Triton kernel is in one group."""
+    """Return whether, for each tile of the Triton kernel, all inputs are in one group."""
     tiles = groups[: len(groups) // TILE_INPUTS * TILE_INPUTS].view(-1, TILE_INPUTS)
     rest = groups[tiles.numel() :]
     return bool((tiles == tiles[:, :1]).all()) and bool((rest == rest[:1]).all())
@@ -252,18 +254,19 @@ def _has_one_group_per_tile(groups: Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class DequantizingLinear:
-    """A weight-only linear layer for CPUs with AVX-512; W is stored in panels of 48 outputs.
+    """A weight-only linear layer for CPUs with AVX-512.
 
-    Batch-invariant: the order of summation does not depend on the number of rows or threads.
+    W is stored in P panels of 48 outputs. The layer is batch-invariant: the order of summation does
+    not depend on the number of rows or threads.
     """
 
     kind: Kind
     codes: npt.NDArray[np.uint8] = field(repr=False)  # [P, U, 48] units of `_units`, flattened
     scales: npt.NDArray[np.float32] = field(repr=False)  # [P, G, 48], flattened; see `_scales`
-    # [P, G, 48], flattened; empty without zero points
+    # [P, G, 48] zero points, flattened; empty for a kind without zero points
     zeros: npt.NDArray[np.uint8] = field(repr=False)
     groups: npt.NDArray[np.int32] = field(repr=False)  # [2, K], flattened; see `_with_ends`
-    bias: npt.NDArray[np.float32] = field(repr=False)  # [P * 48], zero past `num_outputs`
+    bias: npt.NDArray[np.float32] = field(repr=False)  # [P * 48]; 0 from index `num_outputs` on
     num_outputs: int
 
     @property
@@ -287,19 +290,19 @@ class DequantizingLinear:
 
 
 def supports_dequantizing(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether CPU loops multiply activations of `dtype` by any `QuantizedMatrix`."""
+    """Return whether the CPU loops support activations of `dtype`, with any `QuantizedMatrix`."""
     if device.type != "cpu" or runs_kernels(device):
         return False
     return dtype == torch.float32 and has_avx512() and has_numba()
 
 
 def has_weight_only_kernel(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether a kernel, and not torch by tiles, multiplies activations of `dtype`."""
+    """Return whether a Triton kernel or CPU loops support `dtype`; if not, torch multiplies."""
     return runs_kernels(device) or supports_dequantizing(device, dtype)
 
 
 def has_int4_products(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether a kernel multiplies 4-bit weights by activations of `dtype` made INT8."""
+    """Return whether a kernel multiplies 4-bit weights by activations quantized from `dtype`."""
     return has_int4_loops() and supports_dequantizing(device, dtype)
 
 
@@ -314,8 +317,8 @@ def pack_quantized(
     On CPUs with AVX-512, the result keeps no reference to `matrix`.
 
     Args:
-        int8_activations: quantize activations to INT8 if the device has such a product for
-            `matrix`; False: weight-only.
+        int8_activations: True to quantize activations to INT8, if the device has a kernel for
+            `matrix` that does so.
     """
     if runs_kernels(matrix.codes.device) and matrix.codes.numel():
         return TritonQuantizedLinear(matrix, bias, _has_one_group_per_tile(matrix.groups))
@@ -350,19 +353,21 @@ def _integer_group(matrix: QuantizedMatrix) -> int | None:
 
 
 def _units(matrix: QuantizedMatrix) -> Tensor:
-    """Return the codes as units [N, U]: 4 bytes of codes of successive inputs, or 2 of FP8 codes.
+    """Return the codes as U units per row, [N, U].
 
-    Rows are padded to whole units of 4 bytes.
+    A unit is an integer that contains the codes of successive inputs. It has 2 bytes for FP8, and
+    4 bytes for other kinds. Rows are padded to a multiple of 4 bytes.
     """
     codes = functional.pad(matrix.codes, (0, -matrix.codes.shape[1] % 4))
     return codes.contiguous().view(torch.int16 if matrix.kind == "fp8" else torch.int32)
 
 
 def _scales(matrix: QuantizedMatrix) -> Tensor:
-    """Return the scales for the compiled loops, which divide the values of FP8 codes by 2^8.
+    """Return the scales for the compiled loops.
 
-    The loops do not convert FP8 codes of NaN; the scales of their groups become NaN instead. The
-    result is the same, because an output with a NaN weight is NaN.
+    For FP8, the scales are multiplied by 2^8, because the loops divide the values of FP8 codes by
+    2^8. The loops cannot convert an FP8 code of NaN. The scale of its group becomes NaN instead.
+    The result is the same, because an output with a NaN weight is NaN.
     """
     if matrix.kind != "fp8":
         return matrix.scales

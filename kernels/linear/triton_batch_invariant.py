@@ -13,9 +13,9 @@ from penstock.kernels.triton_common.launch import DeviceInfo, device_info, jit, 
 
 @jit(unspecialized=("num_rows", "slices_each"))
 def _matmul_kernel(
-    x,  # [T, H, K] with strides x_row, x_head, 1
-    weight,  # [H, N, K] with stride 1 along N or along K
-    bias,  # [N], for H = 1 only; not read without HAS_BIAS
+    x,  # [T, H, K] with strides x_row, x_head, 1: T rows, H heads, K inputs
+    weight,  # [H, N, K] with stride 1 along N (outputs) or along K (inputs)
+    bias,  # [N]; read only with HAS_BIAS, which requires H = 1
     out,  # [T, H, N], or [slices, T, H, N] float32 if each slice has its own program
     num_rows,
     num_outputs,
@@ -25,8 +25,8 @@ def _matmul_kernel(
     weight_head,
     weight_output,
     weight_input,
-    slice_size,  # inputs per slice, a multiple of TILE_INPUTS
-    slices_each,  # slices per program: 1 or all
+    slice_size,  # number of inputs per slice, a multiple of TILE_INPUTS
+    slices_each,  # number of slices that a program computes: 1, or all slices
     HAS_BIAS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_OUTPUTS: tl.constexpr,
@@ -36,7 +36,8 @@ def _matmul_kernel(
 ):
     """Compute one tile of y for one head, from one slice or from all slices of the inputs.
 
-    Grid: (row tiles * output tiles, slices or 1, H).
+    The grid is (row tiles * output tiles, slices, H). If a program computes all slices, the second
+    size is 1.
     """
     row_tiles = (num_rows + TILE_ROWS - 1) // TILE_ROWS
     output_tiles = (num_outputs + TILE_OUTPUTS - 1) // TILE_OUTPUTS
@@ -76,16 +77,19 @@ def _matmul_kernel(
 
 @jit(unspecialized=("num_slices",))
 def _add_slices_kernel(
-    slices,  # [slices, T * N] float32
-    bias,  # [N]
-    out,  # [T * N]
-    size,  # T * N
+    slices,  # [slices, size] float32 results of `_matmul_kernel`
+    bias,  # [N]; read only with HAS_BIAS
+    out,  # [size] result: y, flattened
+    size,  # number of elements of y: T * H * N
     num_outputs,
     num_slices,
     HAS_BIAS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Sum the slices of `_matmul_kernel` in order; add the bias. One program per TILE elements."""
+    """Sum the slices of `_matmul_kernel` in order, and add the bias.
+
+    Each program computes TILE elements of y.
+    """
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = at < size
     total = tl.zeros((TILE,), tl.float32)
@@ -97,12 +101,13 @@ def _add_slices_kernel(
 
 
 PROGRAMS = 264
-"""Number of programs that keeps a GPU busy: two per SM of an H100. This is a constant, so that the
-slices, and with them the order of summation, do not depend on the GPU's number of SMs."""
+"""Number of programs that is assumed to keep every GPU busy: two per SM of an H100. The number is a
+constant, so that the slices, and with them the order of summation, do not depend on the GPU's
+number of SMs."""
 
 MIN_SLICE = 512  # smallest number of inputs per slice
 MAX_SLICES = 16
-ELEMENTS_PER_PROGRAM = 1024  # elements of y per program of `_add_slices_kernel`
+ELEMENTS_PER_PROGRAM = 1024  # number of elements of y per program of `_add_slices_kernel`
 GROUP_ROWS = 8  # value of BAND in `_matmul_kernel`
 
 
@@ -117,10 +122,11 @@ class Tiles:
     num_stages: int
 
 
-WIDE = Tiles(64, 64, 32, num_warps=4, num_stages=3)  # float32 products do not use tensor cores
-# for 16-bit dtypes; takes 96 KiB of shared memory
+# for float32, whose products do not use tensor cores
+WIDE = Tiles(64, 64, 32, num_warps=4, num_stages=3)
+# for 16-bit dtypes; needs 96 KiB of shared memory
 HALF = Tiles(128, 128, 64, num_warps=8, num_stages=3)
-# small tiles, because sm_80 to sm_89 keep operands in registers
+# for 16-bit dtypes on sm_80 to sm_89: small tiles, because these chips keep operands in registers
 NARROW = Tiles(64, 64, 64, num_warps=4, num_stages=3)
 
 
@@ -186,11 +192,11 @@ def are_few(num_tiles: int) -> bool:
 
 
 def slicing(num_outputs: int, num_inputs: int, tiles: Tiles) -> tuple[int, int]:
-    """Return the inputs per slice and the number of slices, for any number of rows.
+    """Return the number of inputs per slice and the number of slices, for any number of rows.
 
-    Both depend on the tiles, and so on the generation of the GPU (`_tile_sizes`). GPUs of different
-    generations would give different last bits in any case, because their tensor cores add the
-    products of one instruction in different ways.
+    The two numbers depend on the tiles, and therefore on the generation of the GPU (`_tile_sizes`).
+    GPUs of different generations would give different last bits in any case, because their tensor
+    cores add the products of one instruction in different ways.
     """
     wanted = -(-PROGRAMS // -(-num_outputs // tiles.outputs))
     num_slices = max(min(wanted, num_inputs // MIN_SLICE, MAX_SLICES), 1)

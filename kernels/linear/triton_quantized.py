@@ -33,7 +33,7 @@ def _e2m1_to_float(code):
 
 @jit
 def _nf4_to_float(code):
-    """Convert NF4 codes (int32, 0 to 15) to float32: a binary search for the value."""
+    """Convert NF4 codes (int32, 0 to 15) to float32 by a binary search for the value."""
     low = tl.where(
         code < 4,
         tl.where(
@@ -83,12 +83,12 @@ def _fp4_to_float(code):
 
 @jit(unspecialized=("num_rows",))
 def _dequantizing_matmul_kernel(
-    x,  # [T, K] with strides x_row, 1
-    codes,  # [N, K] uint8; 4 bits: [N, K / 2]
-    scales,  # [N, G] float32
-    zeros,  # [N, G] uint8; read for INT4 and INT8 only
-    groups,  # [K] int32
-    bias,  # [N]; not read without HAS_BIAS
+    x,  # [T, K] with strides x_row, 1: T rows of K inputs
+    codes,  # [N, K] uint8 codes of N outputs; [N, K / 2] for codes of 4 bits
+    scales,  # [N, G] float32 scales of the G groups of inputs
+    zeros,  # [N, G] uint8 zero points; read only for INT4 and INT8
+    groups,  # [K] int32 group of each input
+    bias,  # [N]; read only with HAS_BIAS
     out,  # [T, N]
     num_rows,
     num_outputs,
@@ -96,13 +96,16 @@ def _dequantizing_matmul_kernel(
     num_groups,
     x_row,
     KIND: tl.constexpr,
-    ONE_GROUP: tl.constexpr,  # True: all inputs of a tile are in one group
+    ONE_GROUP: tl.constexpr,  # True if all inputs of each tile are in one group
     HAS_BIAS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_OUTPUTS: tl.constexpr,
     TILE_INPUTS: tl.constexpr,
 ):
-    """Compute one tile of y; codes are converted in the main loop. Grid: (output, row tiles)."""
+    """Compute one tile of y, and convert the codes in the main loop.
+
+    The grid is (output tiles, row tiles).
+    """
     outputs = tl.program_id(0) * TILE_OUTPUTS + tl.arange(0, TILE_OUTPUTS)
     rows = tl.program_id(1) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     has_row, has_output = rows[:, None] < num_rows, outputs[:, None] < num_outputs

@@ -32,7 +32,7 @@ def mla_attention_cpu(
         keys_up: for each head, the projection from [T, Q] to [T, R].
         values_up: for each head, the projection from [T, R] to [T, V].
         plan: plan of this step.
-        scale: scores are multiplied by this.
+        scale: factor of the scores.
 
     Returns:
         [T, H, V] float32.

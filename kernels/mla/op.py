@@ -7,8 +7,8 @@ the positions j <= p:
     s_j = (q · Uk c_j + r · k_j) scale,    out = sum over j of softmax(s)_j Uv c_j
 
 `query` is [T, H, Q + P]: for each head q, then r. `up` is [H, Q + V, R]: for each head Uk [Q, R],
-then Uv [V, R]. The cache already holds the rows of this step's tokens. Slots that no token attends
-to may contain anything, NaN included.
+then Uv [V, R]. The cache already contains the rows of this step's tokens. Slots that no token
+attends to may contain any value, also NaN.
 
 The result can be computed in two forms:
 
@@ -52,11 +52,11 @@ class MlaPlan:
     tiled: TiledPlan | None  # sequences whose absorbed form is computed by Triton kernels
     absorbed: list[Span]  # sequences whose absorbed form is computed by torch
     expanded: list[Span]
-    rows: Tensor | None  # [A] query rows of sequences in absorbed form; None: all rows
+    rows: Tensor | None  # numbers of the query rows in absorbed form; None means all rows
     num_tokens: int | str  # number of query tokens; "T" if the host does not know it
     layer: Tensor  # any layer of the cache; all layers must have the same shape, dtype and device
-    gathered: Tensor  # [largest number of blocks, S (R + P)] scratch, reused for every span
-    one_path: bool = False  # batch-invariant: results do not depend on chunks or batch
+    gathered: Tensor  # scratch for a span's blocks: [largest number of blocks, S (R + P)]
+    one_path: bool = False  # True: results are batch-invariant, and do not depend on chunks
 
 
 def plan_mla(
@@ -77,7 +77,7 @@ def plan_mla(
         layer: any layer of the cache; only its shape, dtype and device are used.
         rank: R, the number of features of a latent.
         head_dim: Q + V.
-        one_path: make results batch-invariant. Requires Triton kernels; on a CPU, use
+        one_path: make results batch-invariant. This requires Triton kernels; on a CPU, use
             `mla_attention_cpu` instead.
 
     Raises:
@@ -133,7 +133,7 @@ def plan_mla_on_device(
     planner: TiledPlanner,
     max_context: int,
 ) -> MlaPlan:
-    """Version of `plan_mla` for tensors on the device; all sequences use the absorbed form.
+    """Plan the MLA of one step from tensors on the device; all sequences use the absorbed form.
 
     `rank` is R. The other arguments are those of `plan_attention_on_device`.
     """
@@ -145,7 +145,7 @@ def plan_mla_on_device(
 
 
 def runs_kernel(layer: Tensor) -> bool:
-    """Return whether Triton kernels compute the absorbed form over this layer of the cache."""
+    """Return whether Triton kernels compute the absorbed form for this layer of the cache."""
     return layer.dtype in FLOATS and use_triton(layer)
 
 
@@ -164,11 +164,11 @@ def mla_attention(query: Tensor, layer: Tensor, up: Tensor, plan: MlaPlan, scale
 
     Args:
         query: [T, H, Q + P].
-        layer: [1, N, 1, S, R + P] contiguous, of the query's dtype; it may also be bfloat16 if
-            `reads_bf16(layer)`.
+        layer: [1, N, 1, S, R + P] contiguous, of the query's dtype. The layer may also be bfloat16
+            if `reads_bf16(layer)` is True.
         up: [H, Q + V, R] contiguous, of the query's dtype.
         plan: plan of this step.
-        scale: scores are multiplied by this.
+        scale: factor of the scores.
 
     Returns:
         [T, H, V].
@@ -258,7 +258,10 @@ def mla_attention_reference(
     block_tables: Ints,
     scale: float,
 ) -> Tensor:
-    """Reference for `plan_mla` and `mla_attention`: a loop over sequences and heads."""
+    """Compute the result that tests expect of `plan_mla` and `mla_attention`.
+
+    This slow reference loops over sequences and heads.
+    """
     num_heads, height, rank = up.shape
     query_dim = query.shape[2] - (layer.shape[4] - rank)
     out = query.new_empty(len(query), num_heads, height - query_dim)

@@ -17,7 +17,8 @@ from torch.nn import functional
 Ints: TypeAlias = npt.NDArray[np.integer]
 
 MAX_NAIVE_BYTES = 1 << 26
-"""Maximum size of the keys and values that are expanded at a time, unless one head is larger."""
+"""Maximum size in bytes of the keys and values that are expanded at a time. At least one head is
+always expanded, even if it is larger."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +28,13 @@ class Span:
     tokens: slice  # rows of the query that hold the sequence's tokens
     blocks: Tensor  # [M] int64 blocks of the sequence
     context: int  # context length, including this step's tokens
-    # [tokens, context] float32, 0 or -inf; None: one token, or causal over the whole context
+    # [tokens, context] float32, 0, or -inf at masked positions. None means no mask for a single
+    # token, and a causal mask if the tokens are the whole context.
     mask: Tensor | None
 
     @classmethod
     def of(cls, query_starts: Ints, context: int, table: Ints, b: int, layer: Tensor) -> "Span":
-        """Return the span of sequence `b`; `table` is its block table."""
+        """Return the span of the sequence with the number `b`; `table` is its block table."""
         tokens = slice(int(query_starts[b]), int(query_starts[b + 1]))
         blocks = to_device(table[: -(-context // layer.shape[3])], layer.device)
         return cls(tokens, blocks, context, _mask(tokens.stop - tokens.start, context, layer))
@@ -40,7 +42,7 @@ class Span:
     def gather(self, layer: Tensor, scratch: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the sequence's cached rows [context, R + P], converted to `dtype`.
 
-        `scratch` is [M or more, S (R + P)].
+        `scratch` is [at least M, S (R + P)].
         """
         blocks = layer.view(layer.shape[1], -1)
         found = torch.index_select(blocks, 0, self.blocks, out=scratch[: len(self.blocks)])
@@ -64,9 +66,10 @@ def _mask(query_len: int, context: int, layer: Tensor) -> Tensor | None:
 def attend_absorbed_(
     sums: Tensor, query: Tensor, rows: Tensor, mask: Tensor | None, scale: float
 ) -> None:
-    """Compute attention of `query` [L, H, R + P] over `rows` [C, R + P], which all heads share.
+    """Compute attention of `query` [L, H, R + P] over the cached `rows` [C, R + P].
 
-    The weighted sums of the latents are written to `sums` [H, L, R].
+    L is the number of query tokens, and C the context length. All heads share the rows. The
+    weighted sums of the latents are written to `sums` [H, L, R].
     """
     rank = sums.shape[2]
     if len(query) == 1:
@@ -74,8 +77,8 @@ def attend_absorbed_(
         torch.matmul(probs, rows[:, :rank], out=sums[:, 0])
         return
     mask = None if mask is None else mask.to(query.dtype)
-    # torch's fused attention needs values as wide as keys, so it also sums the rotated keys.
-    # The last P features of its result are dropped.
+    # torch's fused attention needs values as wide as keys. The rotated keys are therefore summed,
+    # too, and the last P features of the result are dropped.
     shared = rows.expand(1, len(sums), -1, -1)
     out = functional.scaled_dot_product_attention(
         query.transpose(0, 1)[None], shared, shared, mask, is_causal=mask is None, scale=scale
@@ -94,7 +97,8 @@ def attend_expanded_(
 ) -> None:
     """Compute the expanded form for `query` [L, H, Q + P] over the cached `rows` [C, R + P].
 
-    The result is written to `out` [L, H, V]. Keys and values are expanded for some heads at once.
+    L is the number of query tokens, and C the context length. The result is written to `out`
+    [L, H, V]. Keys and values are expanded for a few heads at a time, to limit the memory.
     """
     query_dim, rank = keys_up.shape[1:]
     value_dim = values_up.shape[1]

@@ -1,7 +1,10 @@
 """Mixture-of-experts loops of the CPU step graph, compiled by numba: see `routing` and `op`.
 
-Choice `rank` of token t has the number t * k + rank, and one row in each matrix that is sorted by
-expert. Loops may write more rows than an expert has, so padding rows follow each expert's rows.
+Shapes: T tokens, E experts, k choices (chosen experts) per token, D features.
+
+Choice `rank` of token t has the number t * k + rank, and has one row in each matrix that is sorted
+by expert. Matrix products may write more rows than an expert has. Padding rows therefore follow
+each expert's rows.
 """
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def"
@@ -87,7 +90,10 @@ def _pop_largest(merits: Floats) -> int:
 
 @inner()
 def topk_softmax(op: Longs, arena: Floats, ints: Longs, num_rows: int, me: int, count: int) -> None:
-    """Choose each token's experts and weights, both [T, k], from logits [T, E] (overwritten)."""
+    """Choose the experts and weights of each token, both [T, k], from logits [T, E].
+
+    The logits are overwritten.
+    """
     num_experts, top_k = op[NUM_EXPERTS], op[TOP_K]
     merits, powers = np.empty(num_experts, np.float32), np.empty(num_experts, np.int32)
     first, last = partition(num_rows, me, count)
@@ -109,10 +115,7 @@ def topk_softmax(op: Longs, arena: Floats, ints: Longs, num_rows: int, me: int, 
 
 @inner()
 def _num_written(num_rows: int) -> int:
-    """Return the number of rows that a matrix product of `num_rows` rows may read or write.
-
-    These are the `num_rows` rows and padding rows.
-    """
+    """Return `num_rows` plus the padding rows that a matrix product may also read or write."""
     if num_rows <= 1:
         return num_rows
     high = 8 if num_rows <= 16 else ALIGNMENT
@@ -121,9 +124,10 @@ def _num_written(num_rows: int) -> int:
 
 @inner()
 def permute_index(op: Longs, ints: Longs, num_rows: int, me: int) -> None:
-    """Sort choices by expert (counting sort): write each expert's first row and number of rows.
+    """Assign rows to the choices, sorted by expert (counting sort).
 
-    In `choices`, each choice's expert number is replaced by the choice's row. Only thread 0 works.
+    The function writes each expert's first row and number of rows. In `choices`, it replaces each
+    choice's expert number by the choice's row. Only thread 0 does this work.
     """
     if me > 0:
         return
@@ -167,8 +171,8 @@ def unpermute_sum(
 ) -> None:
     """Compute the weighted sum of each token's expert outputs, in the order of the choices.
 
-    The output of a shared expert, if there is one, is added. If the shared expert has a gate, this
-    output is first multiplied by the gate's sigmoid. The columns are divided among the threads.
+    If there is a shared expert, its output is added. If the shared expert has a gate, its output is
+    first multiplied by the sigmoid of the gate. The columns are divided among the threads.
     """
     dim, top_k, shared_at, gate_at = op[X_WIDTH], op[TOP_K], op[SHARED], op[SHARED_GATE]
     first, last = partition(dim // 16, me, count)

@@ -9,9 +9,10 @@ from torch import Tensor
 def expert_groups(
     experts: Tensor, num_experts: int, partial: bool = False
 ) -> Iterator[tuple[int, Tensor]]:
-    """Yield each chosen expert and the numbers of its choices (t * k + rank, ascending).
+    """Yield each chosen expert and the numbers of its choices, in ascending order.
 
-    partial: leave out choices whose expert is not in [0, num_experts).
+    Choice `rank` of token t has the number t * k + rank, where k is the number of choices per
+    token. With `partial`, choices whose expert is not in [0, num_experts) are left out.
     """
     chosen = experts.flatten()
     if partial:
@@ -38,10 +39,9 @@ def moe_forward(
 ) -> Tensor:
     """Return the weighted sum of the outputs of each token's experts, [T, D].
 
-    x is [T, D], experts and weights are [T, k]. `run(expert, rows)` returns the outputs [n, D] of
+    x is [T, D]; experts and weights are [T, k]. `run(expert, rows)` returns the outputs [n, D] of
     one expert for rows [n, D]. A token's outputs are summed in the order of the token's choices.
-
-    partial: choices whose expert is not in [0, num_experts) add nothing.
+    With `partial`, choices whose expert is not in [0, num_experts) add nothing.
     """
     top_k = experts.shape[1]
     empty = torch.zeros if partial else torch.empty

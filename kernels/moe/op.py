@@ -8,11 +8,13 @@ token t has the number p = t k + r:
 
     h_p = gate(x_t W_e + a_e),  f_p = h_p V_e + b_e,  y_t = sum of w_p f_p
 
+where W_e and V_e are the weights of the expert's two layers, and a_e and b_e are their biases.
+
 Rows are sorted by expert (`triton_align`). A program (`moe/triton`) computes one tile of an
 expert's rows and outputs on tensor cores with float32 accumulators, and applies the gate in
-registers. A token's choices are summed in order. Only the tile size makes a row's result depend on
-other rows, because the tile size follows the mean number of rows per expert; `fixed_tiles` removes
-this dependency.
+registers. A token's choices are summed in order. A row's result depends on other rows only through
+the tile size, because the tile size follows the mean number of rows per expert. `fixed_tiles`
+removes this dependency.
 
 If the experts are divided among ranks, each rank numbers its experts from 0 and computes only the
 choices of these experts. Other choices add nothing, and the ranks' results are summed. The host
@@ -44,9 +46,9 @@ from penstock.kernels.triton_common.launch import use_triton
 class GatedActivation:
     """The gated activation between an expert's two linear layers (see `kernels/activation`)."""
 
-    kind: Literal["silu", "gelu", "clamped"]  # "gelu": the tanh approximation
-    gain: float = 1.0  # for "clamped" only: the activation is gate * sigmoid(gain * gate)
-    limit: float = 0.0  # for "clamped" only: largest value of gate and |up|
+    kind: Literal["silu", "gelu", "clamped"]  # "gelu" means the tanh approximation of gelu
+    gain: float = 1.0  # only for "clamped": the activation is gate * sigmoid(gain * gate)
+    limit: float = 0.0  # only for "clamped": largest gate and largest absolute value of up
 
     def __call__(self, gate_up: Tensor) -> Tensor:
         """Map [T, 2 I] to [T, I]."""
@@ -71,7 +73,10 @@ class GatedActivation:
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """Stacked weights of all experts of a layer, all of one dtype."""
+    """Stacked weights of E experts of a layer, all of one dtype.
+
+    D is the number of features of a token, and I the number of features inside an expert.
+    """
 
     gate_up: Tensor  # [E, D, 2 I]; stride 1 along one of the last two dimensions
     down: Tensor  # [E, I, D]; stride 1 along one of the last two dimensions
@@ -96,13 +101,13 @@ def grouped_moe_forward(
     fixed_tiles: bool = False,
     num_divided: int | None = None,
 ) -> Tensor:
-    """Run `moe_forward` with stacked weights: x is [T, D], experts and weights are [T, k].
+    """Compute `moe_forward` with stacked weights: x is [T, D], experts and weights are [T, k].
 
     Args:
         fixed_tiles: on a GPU, always use the same tile size, so that a row's result does not depend
-            on other rows. Otherwise the tile size follows the number of rows.
-        num_divided: number of experts on all ranks together, if `stacks` has only the experts of
-            this rank; choices of other experts add nothing. None: `stacks` has all experts.
+            on other rows. Otherwise, the tile size follows the number of rows.
+        num_divided: None if `stacks` has all experts. If `stacks` has only the experts of this
+            rank, the number of experts on all ranks together; choices of other experts add nothing.
     """
     if use_triton(x):
         _check(x, experts, weights, stacks)
@@ -180,7 +185,7 @@ def _check(x: Tensor, experts: Tensor, weights: Tensor, stacks: ExpertWeights) -
 
 
 def _check_stack(name: str, stack: Tensor, shape: tuple[int, ...], x: Tensor) -> None:
-    """Check a stack's shape and dtype; either of its last two dimensions may have stride 1."""
+    """Check the shape and dtype of a stack. One of its last two dimensions must have stride 1."""
     inner_first = stack.stride(1) == 1
     order = (shape[0], shape[2], shape[1]) if inner_first else shape
     check(name, stack.transpose(1, 2) if inner_first else stack, order, (x.dtype,), like=x)

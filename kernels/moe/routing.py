@@ -28,11 +28,11 @@ class Routing:
 
     top_k: int  # experts per token
     normalise: bool = False  # divide the weights of a token's experts by their sum
-    sigmoid: bool = False  # an expert's p is the sigmoid of its logit; False: softmax over all
-    num_groups: int = 1  # number of equal groups of consecutive experts
+    sigmoid: bool = False  # True: p is the sigmoid of the logit; False: softmax over all experts
+    num_groups: int = 1  # number of groups of equally many consecutive experts
     top_groups: int = 1  # number of groups per token; together they have at least `top_k` experts
-    group_best: int = 1  # number of best experts whose scores sum to the score of a group
-    scale: float = 1.0  # the weights are multiplied by this
+    group_best: int = 1  # a group's score is the sum of the scores of this number of best experts
+    scale: float = 1.0  # factor of the weights
 
 
 def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,10 @@ from penstock.kernels.triton_common.tuned_tiles import tuned_tiles
 
 @jit
 def _gated(sums, gain, limit, GATE: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr):
-    """Apply the gate to interleaved (gate, up) columns: [ROWS, 2 OUTPUTS] to [ROWS, OUTPUTS]."""
+    """Apply the gate to a tile [ROWS, 2 OUTPUTS] of interleaved (gate, up) columns.
+
+    The result is [ROWS, OUTPUTS].
+    """
     gate, up = tl.split(tl.reshape(sums, (ROWS, OUTPUTS, 2)))
     if GATE == "clamped":
         # Unlike min and max, `where` propagates NaN.
@@ -28,11 +31,11 @@ def _gated(sums, gain, limit, GATE: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: t
 
 @jit(unspecialized=("max_tiles",))
 def _grouped_gemm_kernel(
-    x,  # with GATE: [T, K], one row per token; without: [T * k, K] sorted by expert
+    x,  # with GATE: [T, K], one row per token; without GATE: [T * k, K] sorted by expert
     weight,  # [E, K, N] with stride 1 along K or along N
     bias,  # [E, N]; read only with HAS_BIAS
-    out,  # with GATE: [T * k, N / 2] sorted by expert; without: [T * k, N] in order of choices
-    order,  # `order`, `tiles` and `num_tiles`: see `AlignedTokens`
+    out,  # with GATE: [T * k, N / 2] by expert; without GATE: [T * k, N] in the order of choices
+    order,  # `order`, `tiles` and `num_tiles` are fields of `AlignedTokens`
     tiles,
     num_tiles,
     max_tiles,
@@ -51,8 +54,13 @@ def _grouped_gemm_kernel(
     TILE_OUTPUTS: tl.constexpr,
     TILE_INPUTS: tl.constexpr,
 ):
-    """Compute one tile of one expert's rows and outputs. Grid: max_tiles * output tiles."""
-    # Consecutive programs compute the same output columns, so they share an expert's weights in L2.
+    """Compute one tile of one expert's rows and outputs.
+
+    The grid is [max_tiles * output tiles]. T is the number of tokens, k the number of choices per
+    token, E the number of experts, K the number of inputs, and N the number of outputs.
+    """
+    # Consecutive programs compute the same output columns, so that programs for the same expert
+    # share its weights in the L2 cache.
     tile = tl.program_id(0) % max_tiles
     first_output = tl.program_id(0) // max_tiles * TILE_OUTPUTS
     if tile >= tl.load(num_tiles):
@@ -66,7 +74,8 @@ def _grouped_gemm_kernel(
     column = first_output + tl.arange(0, TILE_OUTPUTS)
     has_column = column < num_outputs
     if GATE == "silu" or GATE == "gelu":
-        # Interleave gate and up columns in the tile; the weights store all gates, then all ups.
+        # The tile has interleaved gate and up columns. For these gates, the weights store all gate
+        # columns, then all up columns.
         column = column // 2 + column % 2 * (num_outputs // 2)
     source = (choice // top_k if GATE != "" else first + row).to(tl.int64)
     x_rows = x + source[:, None] * x_stride
@@ -113,7 +122,10 @@ def _combine_kernel(
     TOP_K: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Sum a token's weighted expert outputs in the order of choices. Grid: (T, tiles of D)."""
+    """Sum a token's weighted expert outputs in the order of choices.
+
+    The grid is [T, D / TILE], rounded up.
+    """
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = column < size
@@ -131,7 +143,7 @@ def _combine_kernel(
 @dataclass(frozen=True, slots=True)
 class Tiles:
     rows: int
-    outputs: int  # columns of the weights: gate and up columns together
+    outputs: int  # number of columns of the weights; gate and up columns are counted together
     inputs: int
     num_warps: int
     num_stages: int
@@ -140,7 +152,7 @@ class Tiles:
 FEW = Tiles(16, 128, 64, num_warps=4, num_stages=4)
 SOME = Tiles(64, 128, 64, num_warps=4, num_stages=3)
 MANY = Tiles(128, 128, 64, num_warps=8, num_stages=3)
-WIDE = Tiles(32, 64, 32, num_warps=4, num_stages=2)  # float32 products do not use tensor cores
+WIDE = Tiles(32, 64, 32, num_warps=4, num_stages=2)  # for float32 (no tensor cores)
 
 ELEMENTS_PER_PROGRAM = 2048  # columns per program of `_combine_kernel`
 
@@ -188,7 +200,7 @@ def grouped_gemm_triton(
     gain: float = 0.0,
     limit: float = 0.0,
 ) -> None:
-    """Write the product of each choice's row and its expert's weights to `out`.
+    """For each choice, multiply its row by its expert's weights, and write the product to `out`.
 
     `gate`, `gain` and `limit` are the fields of `GatedActivation`. Without a gate, `x` has one row
     per choice instead of one per token: see `_grouped_gemm_kernel`.
@@ -228,8 +240,10 @@ def combine_triton(
 ) -> Tensor:
     """Return the weighted sums [T, D] of expert outputs [T k, D], with `weights` [T, k].
 
-    here: (experts [T, k], number of experts): skip choices whose expert is not in [0, number of
-        experts), because they have no outputs. None: every choice has an output.
+    Args:
+        here: None if every choice has an output. Otherwise (experts [T, k], number of experts):
+            choices whose expert is not in [0, number of experts) are skipped, because they have
+            no outputs.
     """
     experts, num_experts = (weights, 0) if here is None else here
     (num_tokens, top_k), size = weights.shape, outputs.shape[1]

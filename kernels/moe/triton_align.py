@@ -21,7 +21,7 @@ from penstock.kernels.triton_common.launch import jit, launch, power_of_2, tl
 def _count_one(
     experts, chunk, num_choices, CHUNK: tl.constexpr, STEP: tl.constexpr, E: tl.constexpr
 ):
-    """Return the number of choices of each expert in one chunk, [E]."""
+    """Return the number of choices of each expert in one chunk, as a tensor [E]."""
     name = tl.arange(0, E)
     count = tl.zeros((E,), tl.int32)
     for start in range(0, CHUNK, STEP):
@@ -33,14 +33,14 @@ def _count_one(
 
 @jit(unspecialized=("num_choices",))
 def _count_kernel(
-    experts,  # [num_choices] int32
-    counts,  # [chunks, E] int32
+    experts,  # [num_choices] int32 expert number of each choice
+    counts,  # [chunks, E] int32 result: number of choices per chunk and expert
     num_choices,
     CHUNK: tl.constexpr,
     STEP: tl.constexpr,
     E: tl.constexpr,  # number of experts, rounded up to a power of two
 ):
-    """Count the choices of each expert in one chunk. One program per chunk."""
+    """Count the choices of each expert in one chunk. The grid has one program per chunk."""
     chunk = tl.program_id(0)
     count = _count_one(experts, chunk, num_choices, CHUNK, STEP, E)
     tl.store(counts + chunk * E + tl.arange(0, E), count)
@@ -65,7 +65,7 @@ def _sort_kernel(
 ):
     """Sort one chunk of choices into `order`; write the tiles whose first choice is in the chunk.
 
-    One program per chunk.
+    The grid has one program per chunk.
     """
     chunk, name = tl.program_id(0), tl.arange(0, E)
     before = tl.zeros((E,), tl.int32)  # choices of each expert in earlier chunks
@@ -106,8 +106,8 @@ def _sort_kernel(
     tl.store(tile + 2 * max_tiles, rows, mask=is_head)
 
 
-CHUNK = 256  # choices per program
-MAX_COMPARED_PAIRS = 4096  # largest matrix of comparisons, which is kept in registers
+CHUNK = 256  # number of choices per program
+MAX_COMPARED_PAIRS = 4096  # maximum number of choice pairs compared at a time, in registers
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,10 @@ class AlignedTokens:
 
 
 def align_blocks(experts: Tensor, num_experts: int, tile_rows: int) -> AlignedTokens:
-    """Sort the choices `experts` [T, k] (int32, contiguous, T > 0) by expert. Triton only."""
+    """Sort the choices `experts` [T, k] (int32, contiguous, T > 0) by expert.
+
+    This function requires Triton.
+    """
     check("experts", experts, ("T", "k"), (torch.int32,))
     check_contiguous("experts", experts)
     num_choices = experts.numel()
@@ -171,7 +174,11 @@ def align_blocks(experts: Tensor, num_experts: int, tile_rows: int) -> AlignedTo
 def align_blocks_reference(
     experts: Tensor, num_experts: int, tile_rows: int
 ) -> tuple[list[int], list[tuple[int, int, int]]]:
-    """Reference of `align_blocks`: return the order, and (expert, first index, rows) per tile."""
+    """Compute the result that tests expect of `align_blocks`.
+
+    Returns:
+        The order, and (expert, first index in the order, number of rows) for each tile.
+    """
     chosen = experts.flatten().tolist()
     order: list[int] = []
     tiles = []

@@ -29,7 +29,7 @@ def _route_kernel(
     MEMBERS: tl.constexpr,  # GROUP_SIZE, rounded up to a power of two
     RANKS: tl.constexpr,  # TOP_K, rounded up to a power of two
 ):
-    """Choose the experts of one token and compute their weights. One program per token."""
+    """Choose the experts of one token and compute their weights. The grid is [T]."""
     token = tl.program_id(0).to(tl.int64)
     group, member = tl.arange(0, GROUPS), tl.arange(0, MEMBERS)
     inside = (group[:, None] < NUM_GROUPS) & (member[None, :] < GROUP_SIZE)

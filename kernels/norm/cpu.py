@@ -2,7 +2,8 @@
 
 The result for a row does not depend on other rows, because the squares of a row are summed in a
 fixed order. Four vectors a, b, c and d accumulate squares in turn. The lanes of the vector
-(a + b) + (c + d) are then added one after another. The rest of the row is added last.
+(a + b) + (c + d) are then added one after another. The squares of the remaining elements, which do
+not fill four vectors, are added last.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -24,7 +25,10 @@ _f32 = np.float32
 
 @inner(fastmath={"contract"})
 def _mean_square(x: Floats, at: int, width: int, spare: Floats) -> Any:
-    """Return the mean of the squares of `x[at : at + width]`; `spare` is scratch [VECTOR_WIDTH]."""
+    """Return the mean of the squares of `x[at : at + width]`.
+
+    `spare` is a scratch array [VECTOR_WIDTH].
+    """
     a = b = c = d = splat_wide(_f32(0))
     whole = width - width % (4 * VECTOR_WIDTH)
     for i in range(at, at + whole, 4 * VECTOR_WIDTH):
@@ -96,7 +100,7 @@ def load() -> None:
 def run(
     hidden: Floats, x: Floats, weight: Floats, eps: float, out: Floats, num_threads: int
 ) -> None:
-    """Write the RMS norm of `hidden` to `out`. If `x` is not empty, add `x` to `hidden` first.
+    """Write the RMS norm of `hidden` to `out`. If `x` is not empty, first add `x` to `hidden`.
 
     `hidden`, `x` and `out` are flat arrays [T D].
     """

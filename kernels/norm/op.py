@@ -37,7 +37,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rms_norm_(x: Tensor, weight: Tensor, eps: float) -> None:
-    """In-place version of `rms_norm`. `x` may be a 2-D or 3-D view with contiguous rows."""
+    """Replace every row by its RMS norm. `x` may be a 2-D or 3-D view with contiguous rows."""
     if use_triton(x):
         _norm(x, None, weight, None, x, eps, above_one=False)
     else:
@@ -62,9 +62,9 @@ _NOTHING = torch.empty(0)
 def _runs_on_cpu_kernel(x: Tensor, weight: Tensor) -> bool:
     """Return whether the numba loops support these tensors: float32 on a CPU.
 
-    The loops take half of torch's time, or slightly more than half. Their results differ from
-    torch's in the last bits. A row's result must not depend on the number of rows. The decision
-    must therefore not depend on strides, because strides may change with the number of rows.
+    The loops take about half of torch's time. Their results differ from torch's results in the last
+    bits, and a row's result must not depend on the number of rows. The decision must therefore not
+    depend on strides, because strides may change with the number of rows.
     """
     plain = x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32
     return plain and x.shape[-1:] == weight.shape and x.numel() > 0 and has_numba()
@@ -101,9 +101,10 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def gemma_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return the Gemma RMS norm of every row, computed in float32.
+    """Return the Gemma RMS norm of every row.
 
-    A sum 1 + weight in a narrower dtype would lose small weights.
+    The norm is computed in float32, because a sum 1 + weight in a narrower dtype would lose small
+    weights.
     """
     if use_triton(x):
         return _normalised(x, weight, None, eps, above_one=True)
@@ -111,7 +112,7 @@ def gemma_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def fused_add_gemma_rms_norm(hidden: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Version of `fused_add_rms_norm` with the Gemma RMS norm."""
+    """Add `x` to `hidden` in place, and return the Gemma RMS norm of the rounded sum."""
     if use_triton(hidden):
         return _normalised(hidden, weight, None, eps, added=x, above_one=True)
     return gemma_rms_norm(hidden.add_(x), weight, eps)
@@ -127,7 +128,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 def fused_add_layer_norm(
     hidden: Tensor, x: Tensor, weight: Tensor, bias: Tensor, eps: float
 ) -> Tensor:
-    """Version of `fused_add_rms_norm` with a layer norm."""
+    """Add `x` to `hidden` in place, and return the layer norm of the rounded sum."""
     if use_triton(hidden):
         return _normalised(hidden, weight, bias, eps, added=x)
     return layer_norm(hidden.add_(x), weight, bias, eps)
@@ -149,7 +150,10 @@ def _normalised(
     added: Tensor | None = None,
     above_one: bool = False,
 ) -> Tensor:
-    """Return the norm of `x` [..., D] in a new tensor. `x` must be contiguous unless 2-D or 3-D."""
+    """Return the norm of `x` [..., D] in a new tensor.
+
+    Unless `x` has two or three dimensions, it must be contiguous.
+    """
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     flat = x if x.dim() in (2, 3) else x.view(-1, x.shape[-1])
     _norm(flat, added, weight, bias, out.view(flat.shape), eps, above_one)

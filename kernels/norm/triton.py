@@ -8,33 +8,33 @@ from torch import Tensor
 from penstock.kernels.triton_common.launch import device_info, jit, launch, power_of_2, tl
 
 MAX_FEATURES = 1 << 16
-"""Maximum number of features of a row. One program holds the whole row in registers."""
+"""Maximum number of features of a row. One program has the whole row in registers."""
 
 TILE = 4096
-"""Features per program; several short rows share one program. Tiles depend only on D, so the result
-is batch-invariant."""
+"""Number of features that a program normalizes. A program may therefore normalize several short
+rows. Tiles depend only on D, so the result is batch-invariant."""
 
 
 @jit(unspecialized=("num_rows",))
 def _norm_kernel(
-    x,  # [T, H, D]
-    added,  # [T, H, D] contiguous, first added to `x` in place; or None
+    x,  # [T, H, D]: T tokens, H heads (1 for [T, D]), D features
+    added,  # [T, H, D] contiguous tensor that is first added to `x` in place, or None
     weight,  # [D]
     bias,  # [D]; None for an RMS norm
-    out,  # [T, H, D]
+    out,  # [T, H, D] result
     num_rows,  # T H
     num_heads,  # H
-    x_token,  # stride of the tokens in `x`, in elements
-    x_head,  # stride of the heads in `x`, in elements
-    out_token,  # stride of the tokens in `out`, in elements
-    out_head,  # stride of the heads in `out`, in elements
+    x_token,  # distance from a token to the next in `x`, in elements
+    x_head,  # distance from a head to the next in `x`, in elements
+    out_token,  # distance from a token to the next in `out`, in elements
+    out_head,  # distance from a head to the next in `out`, in elements
     eps,
-    ABOVE_ONE: tl.constexpr,  # multiply by 1 + weight
+    ABOVE_ONE: tl.constexpr,  # True to multiply by 1 + weight instead of weight
     DIM: tl.constexpr,  # D
     SIZE: tl.constexpr,  # D rounded up to a power of two
-    ROWS: tl.constexpr,  # rows per program
+    ROWS: tl.constexpr,  # number of rows per program
 ):
-    """Normalize ROWS rows of D features. Grid: [num_rows / ROWS]."""
+    """Normalize ROWS rows of D features. The grid is [num_rows / ROWS], rounded up."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, SIZE)
     inside = columns < DIM
@@ -72,10 +72,10 @@ def norm_triton(
     eps: float,
     above_one: bool,
 ) -> None:
-    """Write the norm of `x` to `out`; both are [T, D] or [T, H, D] with contiguous rows.
+    """Write the norm of `x` to `out`. The two tensors are [T, D] or [T, H, D] with contiguous rows.
 
-    `added`, of the shape of `x`, is first added to `x` in place. With `bias`, this is a layer norm.
-    With `above_one`, 1 is added to the weight.
+    If given, `added` (of the shape of `x`) is first added to `x` in place. With `bias`, the norm is
+    a layer norm, otherwise an RMS norm. With `above_one`, 1 is added to the weight.
     """
     if added is not None:
         added = added.contiguous()

@@ -1,7 +1,8 @@
 """Rotary position embedding (Su et al., 2021).
 
-The features of a pair are half a head apart, (i, i + R/2), as in Llama, or interleaved,
-(2i, 2i + 1), as in GPT-J. A pair (u, v) at position p is rotated by the angle a = p * frequency:
+The embedding rotates pairs of features. The features of a pair are R/2 apart, (i, i + R/2), as in
+Llama, or interleaved, (2i, 2i + 1), as in GPT-J. A pair (u, v) at position p is rotated by the
+angle a = p * frequency:
 
     u' = u cos a - v sin a
     v' = v cos a + u sin a
@@ -32,12 +33,12 @@ def rotary_table(
         frequencies: [R/2] float32.
         num_positions: number of positions, from 0.
         dtype: dtype of the result.
-        scale: all cosines and sines are multiplied by this.
+        scale: factor of all cosines and sines.
         interleaved: True if feature pairs are (2i, 2i + 1), False if they are (i, i + R/2).
 
     Returns:
-        [num_positions, 2, R]. For each position, row 0 holds the cosine for each feature, row 1
-        the sine for each feature, negated for the first feature of each pair.
+        [num_positions, 2, R]. For each position, row 0 has the cosine for each feature, and row 1
+        has the sine for each feature. The sine is negated for the first feature of each pair.
     """
     positions = torch.arange(num_positions, dtype=torch.float32, device=frequencies.device)
     angles = positions[:, None] * frequencies
@@ -51,9 +52,9 @@ def rotary_table(
 
 
 def rotate_(x: Tensor, cos_sin: Tensor, interleaved: bool = False) -> None:
-    """Rotate `x` [T, H, R] in place. `cos_sin` [T, 2, R] holds the tokens' rows of `rotary_table`.
+    """Rotate `x` [T, H, R] in place. `cos_sin` [T, 2, R] are the tokens' rows of `rotary_table`.
 
-    `cos_sin` must have the dtype of `x`. On a GPU, it may also be float32.
+    `cos_sin` must have the dtype of `x`. On a GPU, `cos_sin` may also be float32.
     """
     if use_triton(x):
         _rotate(x, cos_sin, interleaved)

@@ -8,15 +8,15 @@ from torch import Tensor
 from penstock.kernels.triton_common.launch import device_info, jit, launch, power_of_2, tl
 
 TILE, THREADS = 2048, 128
-"""Features and threads per program. Each thread moves 8 features (16 bytes in bfloat16) of each
-half of a head."""
+"""Number of features and number of threads per program. Each thread loads and stores 8 features
+(16 bytes in bfloat16) of each half of a head."""
 
 
 @jit
 def load_rotated(
     source,  # [N, 1] pointers to heads
     cos_sin,  # [N, 1] pointers to the cosines and sines [2, R] of each head
-    mask,  # [N, 1]
+    mask,  # [N, 1] True for the heads to load
     HALF: tl.constexpr,  # R/2
     PAIRS: tl.constexpr,  # R/2 rounded up to a power of two
     INTERLEAVED: tl.constexpr,
@@ -46,15 +46,15 @@ def store_rotated(
     target,  # [N, 1] pointers to heads
     u,  # [N, PAIRS] first features of the pairs
     v,  # [N, PAIRS] second features of the pairs
-    mask,  # [N, 1]
+    mask,  # [N, 1] True for the heads to store
     HALF: tl.constexpr,
     PAIRS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
     """Store the pairs of N heads in the layout that `load_rotated` reads.
 
-    `target` may point to the heads that `load_rotated` has read, because each thread only writes
-    elements that the same thread has read.
+    `target` may point to the same heads as `source` of `load_rotated`, because each thread writes
+    only elements that the same thread has read.
     """
     u, v = u.to(target.dtype.element_ty), v.to(target.dtype.element_ty)
     if INTERLEAVED:
@@ -82,7 +82,10 @@ def _rotate_kernel(
     TOKENS: tl.constexpr,  # tokens per program
     HEADS: tl.constexpr,  # heads per program
 ):
-    """Rotate TOKENS x HEADS heads of x in place. Grid: [T / TOKENS, H / HEADS]."""
+    """Rotate HEADS heads of TOKENS tokens in place.
+
+    The grid is [T / TOKENS, H / HEADS], rounded up.
+    """
     rows = tl.arange(0, TOKENS * HEADS)[:, None]
     tokens = tl.program_id(0).to(tl.int64) * TOKENS + rows // HEADS
     heads = tl.program_id(1) * HEADS + rows % HEADS

@@ -14,12 +14,12 @@ from numba import float32, int32, uint32, uint64
 from penstock.kernels.cpu_common.late_codegen import inner
 from penstock.kernels.cpu_common.numba_runtime import entry
 
-LANES = 512  # lanes per piece of a row; a lane is four consecutive tokens
+LANES = 512  # number of lanes per piece of a row; a lane is four consecutive tokens
 
 
 @inner(error_model="numpy")
 def _words(words: Any, num_lanes: int, lane: int, counter: Any, low: int, high: int) -> None:
-    """Fill `words` [4, lanes] with the random words of `num_lanes` lanes, beginning with `lane`."""
+    """Fill `words` [4, lanes] with the random words of `num_lanes` lanes from number `lane` on."""
     choice, index, purpose = counter
     for at in range(num_lanes):
         c0, c1, c2, c3 = uint32(lane + at), uint32(index), uint32(choice), uint32(purpose)
@@ -35,7 +35,10 @@ def _words(words: Any, num_lanes: int, lane: int, counter: Any, low: int, high: 
 
 @inner(error_model="numpy")
 def _uniform(words: Any, uniform: Any, rest: Any) -> None:
-    """Convert random words to numbers u in (0, 1), in token order, and write 1 - u to `rest`."""
+    """Convert random words to numbers u in (0, 1).
+
+    u is written to `uniform` in the order of tokens, and 1 - u to `rest`.
+    """
     most = float32(1 - 2.0**-24)
     for lane in range(len(uniform) // 4):
         for word in range(4):
@@ -47,7 +50,7 @@ def _uniform(words: Any, uniform: Any, rest: Any) -> None:
 
 @inner(error_model="numpy")
 def _split_exponents(bits: Any, size: int, exponents: Any, mantissas: Any) -> None:
-    """Split floats, given as bits, into the exponents and mantissas that `_log` takes."""
+    """Split floats (given as their bits) into the exponents and mantissas for `_log`."""
     for at in range(size):
         moved = int32(bits[at] + int32(0x3F800000 - 0x3F3504F3))
         exponents[at] = float32(int32(moved >> int32(23)) - int32(127))
@@ -66,7 +69,10 @@ def _log(mantissa: Any, exponent: Any) -> Any:
 
 @inner(error_model="numpy")
 def _first_log(uniform: Any, rest: Any, exponents: Any, mantissas: Any) -> None:
-    """Write -log(1 - u), where u is `uniform`, to `mantissas`."""
+    """Write -log(1 - u) to `mantissas`, where u is `uniform`.
+
+    `mantissas` and `exponents` are initially those of `rest` (1 - u).
+    """
     for at in range(len(uniform)):
         lost = float32(1) - rest[at]
         scale = uniform[at] / (lost if lost > 0 else float32(1))
@@ -76,7 +82,10 @@ def _first_log(uniform: Any, rest: Any, exponents: Any, mantissas: Any) -> None:
 
 @inner(error_model="numpy")
 def _second_log(mantissas: Any, exponents: Any, noise: Any) -> None:
-    """Write the Gumbel noise to `noise`: -log of the values that `_first_log` has computed."""
+    """Write -log of the results of `_first_log`, which is the Gumbel noise, to `noise`.
+
+    `mantissas` and `exponents` are those of these results.
+    """
     for at in range(len(noise)):
         noise[at] = -_log(mantissas[at], exponents[at])
 
@@ -86,7 +95,13 @@ _SIGNATURE = "void(float32[:,::1], uint32[:,::1], uint32[:,::1])"
 
 @entry(_SIGNATURE, error_model="numpy")
 def gumbel_noise(out: Any, counters: Any, keys: Any) -> None:
-    """Fill out [R, 4 * lanes] float32 from counters [3, R] and keys [2, R], both uint32."""
+    """Fill `out` with Gumbel noise.
+
+    Args:
+        out: [R, 4 * lanes] float32 result.
+        counters: [3, R] uint32 words of each row: choice, index, purpose.
+        keys: [2, R] uint32 words of each row: lower and upper half of the seed.
+    """
     words = np.empty((4, LANES), np.uint32)
     rest, spare = np.empty(4 * LANES, np.float32), np.empty(4 * LANES, np.float32)
     exponents = np.empty(4 * LANES, np.float32)

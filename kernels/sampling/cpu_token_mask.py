@@ -7,15 +7,16 @@ import numpy as np
 from penstock.kernels.cpu_common.numba_runtime import entry
 
 INFINITY = np.int32(0x7F800000)
-"""The bits of infinity. Without the sign, those of NaN are larger, and those of all others smaller.
-"""
+"""Bits of infinity as float32. Without the sign bit, the bits of NaN are larger numbers, and the
+bits of all finite floats are smaller numbers."""
 
 
 @entry("void(float32[:,::1], int64[::1], int32[:,::1], boolean[::1])", error_model="numpy")
 def apply_token_mask(logits: Any, rows: Any, words: Any, finite: Any) -> None:
-    """Set excluded logits of the given rows to -inf; skip words that allow all their tokens.
+    """Set the logits of excluded tokens in the given rows to -inf.
 
-    Before that, set `finite` [R] to True for rows of logits [R, V] without NaN and Inf.
+    Before that, set `finite` [R] to True for rows of the logits [R, V] without NaN and Inf. Mask
+    words that allow all their tokens are skipped.
     """
     vocab_size = logits.shape[1]
     bits = logits.view(np.int32)

@@ -16,9 +16,9 @@ from torch import Tensor
 class FilterParams:
     """Filter parameters of R rows. The filters are applied in the order of the fields."""
 
-    top_k: Tensor  # [R] int64: keep the k most likely tokens; 0: all
-    top_p: Tensor  # [R] float32: keep the fewest tokens with this total probability; 1: all
-    min_p: Tensor  # [R] float32: keep tokens with p >= min_p * (largest p); 0: all
+    top_k: Tensor  # [R] int64: keep the k most likely tokens; 0 keeps all
+    top_p: Tensor  # [R] float32: keep the fewest tokens with this total probability; 1 keeps all
+    min_p: Tensor  # [R] float32: keep tokens with p >= min_p * (largest p); 0 keeps all
 
 
 def apply_top_k_top_p_min_p_(logits: Tensor, cuts: FilterParams) -> None:
@@ -38,7 +38,10 @@ def apply_top_k_top_p_min_p_(logits: Tensor, cuts: FilterParams) -> None:
 
 
 def _sorted_threshold(logits: Tensor, limits: Tensor, top_p: Tensor) -> Tensor:
-    """Return for each row the smallest logit that both top-k (`limits`) and top-p keep, [R]."""
+    """Return, for each row, the smallest logit that both top-k and top-p keep: a tensor [R].
+
+    `limits` [R] is the k of top-k for each row.
+    """
     values = _descending(logits)
     among = values >= values.gather(1, limits[:, None] - 1)
     # Clamping at e^-80 avoids denormals, which are fifty times slower. The sums do not change.
@@ -78,14 +81,20 @@ def _ascending_order(values: Tensor) -> Tensor:
 
 
 def _descending(values: Tensor) -> Tensor:
-    """Sort each row, largest first. On a CPU, numpy sorts tens of times faster than torch."""
+    """Sort each row, largest value first.
+
+    On a CPU, numpy is used, because it sorts tens of times faster than torch.
+    """
     if values.device.type != "cpu":
         return values.sort(-1, descending=True).values
     return torch.from_numpy(np.sort(values.numpy(), axis=-1)).flip(-1)
 
 
 def argmax(scores: Tensor) -> npt.NDArray[np.integer]:
-    """Return the index of each row's largest score (the first on ties), [S] on the host."""
+    """Return the index of the largest score of each row, as an array on the host.
+
+    On ties, the result is the first index.
+    """
     if scores.device.type != "cpu":
         return np.asarray(scores.argmax(-1).cpu())
     # numpy's argmax is tens of times faster than torch's
@@ -93,7 +102,10 @@ def argmax(scores: Tensor) -> npt.NDArray[np.integer]:
 
 
 def top_k_top_p_min_p_reference(logits: Tensor, cuts: FilterParams) -> Tensor:
-    """Reference of `apply_top_k_top_p_min_p_`: sort each row fully and return a new tensor."""
+    """Return the result that tests expect of `apply_top_k_top_p_min_p_`, in a new tensor.
+
+    This slow reference sorts each row fully.
+    """
     out = logits.clone()
     for row, values in enumerate(logits.to(torch.float64)):
         ordered = values.sort(descending=True).values

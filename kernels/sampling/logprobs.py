@@ -16,7 +16,7 @@ class Logprobs:
     """Log probabilities (natural logarithm) of R rows."""
 
     chosen: Tensor  # [R] float32: log probability of the given token
-    ranks: Tensor  # [R] int64: 1 + the number of tokens that are more likely than the given token
+    ranks: Tensor  # [R] int64: 1 + number of tokens that are more likely than the given token
     tokens: Tensor  # [R, n] int64: the most likely tokens, most likely first
     values: Tensor  # [R, n] float32: log probabilities of `tokens`
 

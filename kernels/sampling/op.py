@@ -32,25 +32,27 @@ from penstock.kernels.triton_common.launch import use_triton
 class SamplingTensors:
     """Sampling parameters of R rows: each field is [R], on the device of the logits."""
 
-    temperature: Tensor  # float32; 0: greedy, all other parameters are ignored
-    top_p: Tensor  # float32; 1: disabled, see `FilterParams`
-    min_p: Tensor  # float32; 0: disabled, see `FilterParams`
-    typical_p: Tensor  # float32, applied to the tokens that the other filters keep; 1: disabled
-    top_k: Tensor  # int64; 0: disabled, see `FilterParams`
-    seeds: Tensor  # int64 that holds the bits of a uint64
+    temperature: Tensor  # float32; 0 means greedy: all other parameters are then ignored
+    top_p: Tensor  # float32; 1 disables the filter, see `FilterParams`
+    min_p: Tensor  # float32; 0 disables the filter, see `FilterParams`
+    typical_p: Tensor  # float32, applied to the tokens that the other filters keep; 1 disables it
+    top_k: Tensor  # int64; 0 disables the filter, see `FilterParams`
+    seeds: Tensor  # int64 with the bits of a uint64
     indices: Tensor  # int64: index of the sampled token in its answer, from 0
     choices: Tensor  # int64: number of the choice within its request, from 0
 
 
 def sample(logits: Tensor, params: SamplingTensors, bans: bool = False) -> tuple[Tensor, Tensor]:
-    """Sample one token per row: return tokens [R] int64, and whether each row is valid, [R] bool.
-
-    For an invalid row (NaN, Inf, or every token excluded), return token 0 and False. On a GPU, the
-    host does not wait.
+    """Sample one token per row. On a GPU, the host does not wait for the result.
 
     Args:
-        logits: [R, V] float32, not modified.
-        bans: -inf marks a banned token; if `bans` is False, a row that contains -inf is invalid.
+        logits: [R, V] float32; they are not modified.
+        params: sampling parameters of the R rows.
+        bans: True if -inf marks a banned token. If False, a row that contains -inf is invalid.
+
+    Returns:
+        The tokens [R] int64, and a mask [R] bool of the valid rows. A row is invalid if it contains
+        NaN or Inf, or if every token is excluded; its token is then 0.
     """
     if not use_triton(logits):
         return _sample_on_cpu(logits, params, bans)
@@ -69,7 +71,7 @@ def _check(logits: Tensor, params: SamplingTensors) -> None:
 
 
 def greedy(logits: Tensor, bans: bool = False) -> tuple[Tensor, Tensor]:
-    """Faster version of `sample` for a batch whose rows are all greedy. CPU only."""
+    """Do the work of `sample` for a batch on a CPU whose rows are all greedy (faster)."""
     tokens = torch.from_numpy(argmax(logits))
     finite = _finite_tokens(logits, tokens) if bans else finite_rows(logits)
     return tokens.masked_fill_(~finite, 0), finite
@@ -90,17 +92,20 @@ def _sample_on_cpu(logits: Tensor, params: SamplingTensors, bans: bool) -> tuple
 
 
 def _finite_tokens(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Return a mask [R]: True for rows that have a finite largest logit.
+    """Return a mask [R]: True for rows whose chosen token has a finite logit.
 
-    tokens: [R] the chosen tokens. If a row has NaN or +Inf, its chosen token has NaN or +Inf. If no
-        token is allowed, the chosen token has -Inf.
+    This suffices to find invalid rows. If a row contains NaN or +Inf, the logit of its chosen token
+    is NaN or +Inf. If no token is allowed, the logit of the chosen token is -Inf.
     """
     chosen = logits.numpy()[np.arange(len(logits)), tokens.numpy()]
     return torch.from_numpy(np.isfinite(chosen))
 
 
 def _add_noise(logits: Tensor, params: SamplingTensors, at: npt.NDArray[np.intp]) -> Tensor:
-    """Return the rows `at` of `logits`, divided by temperature, filtered and with noise added."""
+    """Return `logits` divided by temperature, after the filters, and with noise added.
+
+    `logits` are the rows with the numbers `at` of the batch; `params` are those of the whole batch.
+    """
     rows = torch.from_numpy(at)
     heat, top_p, min_p, typical_p, top_k = (
         each[rows]
@@ -130,7 +135,7 @@ def _add_noise(logits: Tensor, params: SamplingTensors, at: npt.NDArray[np.intp]
 
 
 def _rows(tensor: Tensor, at: npt.NDArray[np.intp]) -> Tensor:
-    """Return the rows `at` of a tensor; if these are all rows, return the tensor itself."""
+    """Return the rows with the numbers `at`; if these are all rows, return the tensor itself."""
     return tensor if len(at) == len(tensor) else tensor[torch.from_numpy(at)]
 
 
@@ -144,11 +149,11 @@ def _update_rows_(tensor: Tensor, at: Tensor, change_: Callable[[Tensor], None])
 
 def finite_rows(logits: Tensor) -> Tensor:
     """Return a mask [R]: True for rows of `logits` [R, V] without NaN and Inf."""
-    # A row with NaN or Inf has a non-finite sum.
+    # The sum of a row with NaN or Inf is not finite. On a CPU, sums are only a fast first check.
     if logits.device.type != "cpu":
         return logits.sum(-1).isfinite()
     with np.errstate(over="ignore", invalid="ignore"):
-        # numpy's sum is several times faster than torch's for a few rows
+        # For a few rows, numpy's sum is several times faster than torch's.
         sums = logits.numpy().sum(-1)
     if np.isfinite(sums).all():
         return torch.ones(len(logits), dtype=torch.bool)

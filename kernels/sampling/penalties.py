@@ -15,7 +15,10 @@ from penstock.kernels.triton_common.launch import use_triton
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """Penalties of P rows: each field is [P] float32. The values 1, 0 and 0 have no effect."""
+    """Penalties of P rows: each field is [P] float32.
+
+    A repetition penalty of 1, and other penalties of 0, have no effect.
+    """
 
     repetition: Tensor
     presence: Tensor
@@ -48,7 +51,8 @@ def apply_penalties_(
     positions = torch.arange(tokens.shape[1], device=tokens.device)
     valid = positions < num_tokens[:, None]
     answered = valid & (positions >= num_prompt[:, None])
-    # Replace padding by the row's first token: duplicate tokens all write the same value.
+    # Replace padding by the first token of the row. This does not change the result, because
+    # duplicate tokens all write the same value.
     seen = torch.where(valid, tokens, tokens[:, :1])
     scores = logits.gather(1, seen)
     factor = penalties.repetition[:, None]

@@ -33,25 +33,30 @@ KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 WORD = 0xFFFFFFFF
 
 CACHED_LANES = 8192
-"""Lanes (of four tokens) per pass. Their data fits in a core's cache: three times as fast as one
-pass over all lanes."""
+"""Number of lanes (of four tokens each) per pass. The data of these lanes fits in the cache of a
+core. This is three times as fast as one pass over all lanes."""
 
-# bits of the floats 1 and sqrt(1/2), and the mask of the mantissa
+# bits of the float32 numbers 1 and sqrt(1/2), and a mask for the bits of the mantissa
 ONE, ROOT_HALF, MANTISSA = 0x3F800000, 0x3F3504F3, 0x7FFFFF
 NEAR_ONE = np.float32(1 - 2.0**-24)
 SERIES = (0.2857142857, 0.4, 0.6666666667)  # 2/7, 2/5 and 2/3, from the series of 2 artanh(s)
 LOG_2 = 0.6931471806
 
 SAMPLE = 0
-"""Purpose (the counter's last word) of noise for sampling tokens. Other uses need other numbers."""
+"""Purpose (last word of the counter) of noise for sampling tokens. Noise for other uses needs other
+numbers."""
 
 
 def philox_reference(counter: Sequence[Tensor], key: Sequence[Tensor]) -> Tensor:
-    """Return four random words [4, ...] from 4 counter and 2 key words, broadcastable int64."""
+    """Return four random words [4, ...] for a counter of four words and a key of two words.
+
+    The words of counter and key are int64 tensors that can be broadcast to one shape.
+    """
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(NUM_ROUNDS):
-        # A product may overflow int64. The low 64 bits stay correct; the mask removes the sign.
+        # A product may overflow int64. Its lower 64 bits are still correct, and the mask removes
+        # the sign bits that the shift adds.
         left, right = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
         c0, c2 = (right >> 32) & WORD ^ c1 ^ k0, (left >> 32) & WORD ^ c3 ^ k1
         c1, c3 = right & WORD, left & WORD
@@ -60,7 +65,7 @@ def philox_reference(counter: Sequence[Tensor], key: Sequence[Tensor]) -> Tensor
 
 
 def philox(even: Words, odd: Words, key: Words) -> tuple[Words, Words]:
-    """numpy version of `philox_reference`, with words 0 and 2 separate from words 1 and 3.
+    """Compute `philox_reference` with numpy. Words 0 and 2 are separate from words 1 and 3.
 
     Args:
         even: counter words 0 and 2, [2, R, n].
@@ -73,7 +78,7 @@ def philox(even: Words, odd: Words, key: Words) -> tuple[Words, Words]:
     shape = np.broadcast_shapes(even.shape, odd.shape)
     steps = np.array(KEY_STEPS, np.uint32)[:, None, None]
     multipliers = np.array(MULTIPLIERS, np.uint64)[:, None, None]
-    # two buffers, because a round also reads the products of the previous round
+    # There are two buffers, because a round also reads the products of the previous round.
     buffers = np.empty((2, *shape), np.uint64)
     words = np.empty(shape, np.uint32)
     for number in range(NUM_ROUNDS):
@@ -95,7 +100,10 @@ def gumbel_noise(
     num_tokens: int,
     purpose: int = SAMPLE,
 ) -> Tensor:
-    """Return noise [R, num_tokens] float32 for R rows with seeds, indices and choices [R]."""
+    """Return Gumbel noise [R, num_tokens] float32 for R rows.
+
+    `seeds`, `indices` and `choices` are [R], with the same meaning as in `op.SamplingTensors`.
+    """
     num_lanes = -(-num_tokens // 4)
     counters = np.stack((choices, indices, np.full_like(indices, purpose))).astype(np.uint32)
     keys = np.stack((seeds & np.uint64(WORD), seeds >> np.uint64(32))).astype(np.uint32)
@@ -128,7 +136,10 @@ def _cpu_kernels() -> Any:
 
 
 def gumbel_noise_reference(noise: Floats, counters: Words, keys: Words) -> None:
-    """Fill noise [R, 4 * lanes] from counters [3, R] (choice, index, purpose) and keys [2, R]."""
+    """Fill `noise` [R, 4 * lanes] with Gumbel noise.
+
+    `counters` [3, R] are choice, index and purpose of each row; `keys` [2, R] are its key words.
+    """
     num_draws, num_lanes = len(noise), noise.shape[1] // 4
     lanes = np.arange(num_lanes, dtype=np.uint32)
     words = noise.reshape(num_draws, num_lanes, 4)
@@ -146,11 +157,13 @@ def gumbel_(words: Floats) -> Floats:
     """Convert random words, as float32, to Gumbel noise, in place.
 
     The function uses only additions, subtractions, multiplications and divisions, each rounded
-    separately. These are bitwise identical on all devices, but library logarithms are not.
+    separately. The results of these operations are bitwise identical on all devices. The results of
+    library logarithms are not.
     """
     # Words close to 2^32 round up to 2^32. Their noise would be infinite without `np.minimum`.
     uniform = np.minimum(np.multiply(np.add(words, 0.5, out=words), 2.0**-32, out=words), NEAR_ONE)
-    # As in log1p: with r = 1 - u rounded, -log(1 - u) = -log(r) u / (1 - r), or u if r is 1.
+    # -log(1 - u) is computed as in log1p. With r as the rounded 1 - u, it is -log(r) u / (1 - r),
+    # or u if r is 1.
     rest = 1 - uniform
     lost = 1 - rest
     is_zero = lost == 0
@@ -165,7 +178,7 @@ def gumbel_(words: Floats) -> Floats:
 def _log_(x: Floats, spare: Floats) -> Floats:
     """Compute the natural logarithm in place; x must be positive and not denormal.
 
-    x = 2^n m with m near 1, so log(x) = n log(2) + 2 artanh(s) with s = (m - 1) / (m + 1).
+    With x = 2^n m and m near 1, log(x) = n log(2) + 2 artanh(s), where s = (m - 1) / (m + 1).
     """
     bits = x.view(np.int32)
     bits += ONE - ROOT_HALF

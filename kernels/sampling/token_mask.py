@@ -26,8 +26,8 @@ def apply_token_mask_(logits: Tensor, rows: Tensor, words: Tensor) -> None:
 
     Args:
         logits: [R, V] float32.
-        rows: [M] int64: the rows to mask, each at most once.
-        words: [M, W] int32: their masks; W >= ceil(V / 32). Bits from V on are ignored.
+        rows: [M] int64 numbers of the rows to mask; a row may occur only once.
+        words: [M, W] int32 masks of these rows; W >= ceil(V / 32). Bits from V on are ignored.
 
     On a GPU, rows outside the logits are ignored.
     """

@@ -30,7 +30,7 @@ from penstock.kernels.triton_common.launch import jit, launch, power_of_2, tl
 
 @jit
 def _mass_from(values, count, top, floor, TILE: tl.constexpr):
-    """Sum exp(value - top) over the values that are at least `floor`."""
+    """Return the sum of exp(value - top) over the values that are at least `floor`."""
     held = tl.zeros((TILE,), tl.float32)
     for start in range(0, count, TILE):
         at = start + tl.arange(0, TILE)
@@ -50,13 +50,13 @@ def _threshold_kernel(
     counts,
     tops,
     bounds,
-    floors,  # [R] float32: smaller logits are excluded
-    centres,  # [R] float32: middle of the range of logits that typical_p keeps
-    widths,  # [R] float32: half width of the range of logits that typical_p keeps
+    floors,  # [R] float32: logits / temperature below this value are excluded
+    centres,  # [R] float32: middle of the range of logits / temperature that typical_p keeps
+    widths,  # [R] float32: half of the width of this range
     vocab_size,
     TILE: tl.constexpr,
 ):
-    """Find a row's thresholds from the results of `_compact_kernel`. One program per row."""
+    """Find a row's thresholds from the results of `_compact_kernel`. The grid is [R]."""
     row = tl.program_id(0).to(tl.int64)
     top, count = tl.load(tops + row), tl.load(counts + row)
     if tl.load(temperature + row) <= 0:
@@ -86,7 +86,8 @@ def _threshold_kernel(
             value = tl.load(values + at, mask=at < count, other=float("-inf"))
             value = tl.where(value >= floor, tl.maximum(value - top, -80.0), 0.0)
             lean += value * tl.exp(value)
-        # `centre` is the mean logit, weighted by probability. Its surprisal is the entropy.
+        # `centre` is the mean logit, weighted by probability. The surprisal of a token with this
+        # logit would equal the entropy of the distribution.
         centre = top + tl.sum(lean, axis=0) / held
         near, far = tl.full((), 0, tl.int64), tl.full((), 0x7F800000, tl.int64)
         target = (1 - fraction) * held
@@ -111,7 +112,8 @@ def _sample_kernel(
     floors,
     centres,
     widths,
-    best,  # [R, segments] float32: largest logit + noise of tokens that pass the filters, or -inf
+    # [R, segments] float32: largest logit + noise of tokens that pass the filters; -inf if none do
+    best,
     best_tokens,  # [R, segments] int32: the token with the value in `best`
     logits_stride,
     vocab_size,
@@ -119,7 +121,7 @@ def _sample_kernel(
     SUB: tl.constexpr,
     SEGMENT: tl.constexpr,
 ):
-    """Find the token of one segment with the largest logit + noise. Grid: (R, segments)."""
+    """Find the token of one segment with the largest logit + noise. The grid is [R, segments]."""
     row, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = row * tl.num_programs(1) + segment
     subs = sub_max + at * (SEGMENT // SUB)
@@ -176,12 +178,12 @@ def _pick_kernel(
     best,
     best_tokens,
     broken,
-    tokens,  # [R] int64
-    finite,  # [R] bool
+    tokens,  # [R] int64 result: the sampled token
+    finite,  # [R] bool result: whether the row is valid
     num_segments,
     SEGMENTS: tl.constexpr,
 ):
-    """Choose a row's token among the best tokens of its segments. One program per row."""
+    """Choose a row's token among the best tokens of its segments. The grid is [R]."""
     row, number = tl.program_id(0), tl.arange(0, SEGMENTS)
     own, has = row * num_segments + number, number < num_segments
     value, which = tl.max(
@@ -204,7 +206,7 @@ def sample_triton(
     choices: Tensor,
     bans: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return tokens and validity of each row; the arguments are those of `sample`."""
+    """Return the tokens and the mask of valid rows; the arguments are those of `sample`."""
     num_rows, vocab_size = logits.shape
     maxima = scan(logits, temperature, bans)
     near = compact(maxima, filters, typical_p, with_tokens=False)
@@ -228,7 +230,8 @@ def sample_triton(
         PURPOSE=SAMPLE,
         SUB=SUB,
         SEGMENT=SEGMENT,
-        # Fused multiply-adds round only once, so the noise would differ from that of a CPU.
+        # Fusing is disabled. Fused multiply-adds round only once, so the noise would differ from
+        # the noise on a CPU.
         enable_fp_fusion=False,
         num_warps=8,
     )

@@ -32,7 +32,10 @@ def _rank_kernel(
     SUB: tl.constexpr,
     SEGMENT: tl.constexpr,
 ):
-    """Count the logits of a segment that exceed the given token's logit. Grid: (R, segments)."""
+    """Count the logits of a segment that exceed the given token's logit.
+
+    The grid is [R, segments].
+    """
     row, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = row * tl.num_programs(1) + segment
     token = tl.load(tokens + row)
@@ -65,7 +68,7 @@ def _top_k_kernel(
     SEGMENTS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Compute the fields of `Logprobs` for one row, with `num_best` tokens. One program per row."""
+    """Compute the fields of `Logprobs` for one row, with `num_best` tokens. The grid is [R]."""
     row, number = tl.program_id(0).to(tl.int64), tl.arange(0, SEGMENTS)
     own, has = row * num_segments + number, number < num_segments
     tops = tl.load(segment_max + own, mask=has, other=float("-inf"))
@@ -84,7 +87,8 @@ def _top_k_kernel(
     near_values += row * vocab_size
     last, last_at = float("inf"), -1
     for rank in range(num_best):
-        # Find the next candidate in descending order of logits; equal logits in token order.
+        # Find the next candidate in descending order of logits. Candidates with equal logits are
+        # found in the order of tokens.
         best, best_at = float("-inf"), vocab_size
         for start in range(0, count, TILE):
             at = start + tl.arange(0, TILE)
@@ -139,7 +143,10 @@ def logprobs_triton(
 
 
 def _larger_logits(maxima: VocabMaxima, tokens: Tensor) -> Tensor:
-    """Count the logits of each segment that exceed the given token's: [R, segments] int32."""
+    """Count the logits of each segment that exceed the logit of the row's given token.
+
+    The result is [R, segments] int32.
+    """
     logits, above = maxima.logits, torch.empty_like(maxima.broken)
     launch(
         _rank_kernel,

@@ -17,13 +17,15 @@ def _occurrences_kernel(
     tokens,  # [P, L] int64 with a row stride of tokens_stride
     num_prompt,
     num_tokens,
-    occurrences,  # [P, V] int32 zeros; gets bit 0 for prompt tokens, and 2 per answer token
+    # [P, V] int32, initially zero. The kernel sets bit 0 of each prompt token, and adds 2 for each
+    # occurrence of an answer token.
+    occurrences,
     max_len,  # L
     tokens_stride,
     vocab_size,
     TILE: tl.constexpr,
 ):
-    """Count the occurrences of each token of a row. Grid: (P, tiles of L)."""
+    """Count the occurrences of each token of a row. The grid is [P, tiles of L positions]."""
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
     count = tl.minimum(tl.load(num_tokens + row), max_len)
     if tl.program_id(1) * TILE >= count:
@@ -52,7 +54,7 @@ def _penalty_kernel(
     vocab_size,
     TILE: tl.constexpr,
 ):
-    """Penalise each distinct token of a row once. Grid: (P, tiles of L)."""
+    """Penalise each distinct token of a row once. The grid is [P, tiles of L positions]."""
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
     count = tl.minimum(tl.load(num_tokens + row), max_len)
     if tl.program_id(1) * TILE >= count:
@@ -74,22 +76,25 @@ def _penalty_kernel(
     tl.store(logits + row * logits_stride + token, score, mask=first)
 
 
-TILE = 1024  # token positions (or biases, in `_bias_kernel`) per program
+TILE = 1024  # number of token positions (in `_bias_kernel`: of biases) per program
 
 
 @jit(unspecialized=("num_pairs", "num_rows"))
 def _bias_kernel(
     logits,  # [R, V] float32 with a row stride of logits_stride
-    rows,  # [num_pairs] int64
-    tokens,  # [num_pairs] int64
-    values,  # [num_pairs] float32
+    rows,  # [num_pairs] int64 row of each bias
+    tokens,  # [num_pairs] int64 token of each bias
+    values,  # [num_pairs] float32 biases
     num_pairs,
     num_rows,
     vocab_size,
     logits_stride,
     TILE: tl.constexpr,
 ):
-    """Add `values[n]` to the logit of `(rows[n], tokens[n])`. One program per TILE pairs."""
+    """Add `values[n]` to the logit of row `rows[n]` and token `tokens[n]`.
+
+    Each program adds TILE biases.
+    """
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
     row = tl.load(rows + at, mask=at < num_pairs, other=-1)
     token = tl.load(tokens + at, mask=at < num_pairs, other=-1)

@@ -10,15 +10,15 @@ TILE = 1024  # tokens per program
 @jit(unspecialized=("num_rows",))
 def _token_mask_kernel(
     logits,  # [R, V] float32 with a row stride of logits_stride
-    rows,  # [M] int64
-    words,  # [M, W] int32 with a row stride of words_stride
+    rows,  # [M] int64 numbers of the rows to mask
+    words,  # [M, W] int32 masks of these rows, with a row stride of words_stride
     num_rows,  # R
     vocab_size,
     logits_stride,
     words_stride,
     TILE: tl.constexpr,
 ):
-    """Set excluded logits to -inf. Grid: (M, tiles of V)."""
+    """Set the logits of excluded tokens to -inf. The grid is [M, tiles of V tokens]."""
     mask, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
     row = tl.load(rows + mask)
     inside = (at < vocab_size) & (row >= 0) & (row < num_rows)
@@ -29,7 +29,7 @@ def _token_mask_kernel(
 
 
 def apply_token_mask_triton_(logits: Tensor, rows: Tensor, words: Tensor) -> None:
-    """Mask rows in place; the arguments are those of `apply_token_mask_`."""
+    """Do the work of `apply_token_mask_`; the arguments are the same."""
     num_rows, vocab_size = logits.shape
     grid = (len(rows), -(-vocab_size // TILE))
     sizes = (num_rows, vocab_size, logits.stride(0), words.stride(0))

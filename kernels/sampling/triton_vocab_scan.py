@@ -1,11 +1,11 @@
 """Triton kernels that find the few tokens that sampling filters may keep.
 
-The vocabulary is read once. Most tokens are far too unlikely to pass any filter. Therefore the pass
-(`_scan_kernel`) stores the maximum of every sub-block of 64 tokens. These maxima give a lower bound
-of a filter's threshold: the k-th largest maximum is at most the k-th largest logit, and there is a
-similar bound for sums of probabilities. Then `_compact_kernel` collects only the tokens at or above
-the bound, and reads only sub-blocks whose maximum reaches the bound. For a flat distribution,
-nearly all tokens are collected; this is slower, but the result is still exact.
+One pass (`_scan_kernel`) reads the whole vocabulary. Most tokens are far too unlikely to pass any
+filter. Therefore the pass stores the maximum of every sub-block of 64 tokens. These maxima give a
+lower bound of a filter's threshold: the k-th largest maximum is at most the k-th largest logit, and
+there is a similar bound for sums of probabilities. Then `_compact_kernel` collects only the tokens
+at or above the bound, and reads only sub-blocks whose maximum is at or above the bound. For a flat
+distribution, nearly all tokens are collected; this is slower, but the result is still exact.
 
 The order of a row's sums does not depend on other rows.
 """
@@ -18,13 +18,13 @@ from torch import Tensor
 from penstock.kernels.sampling.logit_filters import FilterParams
 from penstock.kernels.triton_common.launch import jit, launch, power_of_2, tl
 
-SUB = 64  # tokens per sub-block
-SEGMENT = 4096  # tokens per program
-TILE = 512  # values per iteration of a search loop
+SUB = 64  # number of tokens per sub-block
+SEGMENT = 4096  # number of tokens per segment; a program scans one segment
+TILE = 512  # number of values per iteration of a search loop
 
 ROW_VECTORS = ("temperature", "top_k", "top_p", "min_p", "typical_p")
-"""Parameters with one value per row. They are slices of one tensor, so the alignment of their
-addresses depends on R. A kernel must not be specialized on this alignment."""
+"""Names of parameters with one value per row. The parameters are slices of one tensor, so the
+alignment of their addresses depends on R. A kernel must not be specialized for an alignment."""
 
 
 @jit
@@ -48,16 +48,18 @@ def kth_largest_key(
     low,  # smallest key that may be returned
     high,  # largest key; returned if no smaller key qualifies
     target,
-    top,  # the largest value of all, or a larger number
-    floor,  # for "oddity" only: smaller values have weight 0
-    centre,  # for "oddity" only: the keys are `key_of(|value - centre|)`
-    BY: tl.constexpr,  # "rank": a value's weight is 1; "mass", "oddity": exp(value - top)
+    top,  # the largest value, or a larger number
+    floor,  # only for "oddity": values below `floor` have weight 0
+    centre,  # only for "oddity": the key of a value is `key_of(|value - centre|)`
+    # With "rank", each value has weight 1; with "mass" and "oddity", exp(value - top).
+    BY: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Return the smallest key such that values with larger keys have a total weight < `target`.
 
-    With "oddity" (distance from `centre`, for typical_p), the condition is a total weight <=
-    `target`. Each iteration divides the range of keys by 16.
+    The key of a value is `key_of(value)`. With "oddity" (for typical_p), it is the key of the
+    distance from `centre`, and the condition is a total weight <= `target`. Each iteration divides
+    the range of possible keys by 16.
     """
     way = tl.arange(0, 16)
     while low < high:
@@ -87,18 +89,18 @@ def kth_largest_key(
 @jit(unspecialized=("temperature",))
 def _scan_kernel(
     logits,  # [R, V] float32 with a row stride of logits_stride
-    temperature,  # [R] float32; 0 (greedy) counts as 1
+    temperature,  # [R] float32; 0 (greedy) is treated as 1
     sub_max,  # [R, subs] float32: largest logit / temperature of each sub-block
     segment_max,  # [R, segments] float32: largest logit / temperature of each segment
     segment_sum,  # [R, segments] float32: sum of exp(logit / temperature - segment_max)
     broken,  # [R, segments] int32: 1 if a logit is NaN or Inf
     logits_stride,
     vocab_size,
-    BANS: tl.constexpr,  # -inf marks a banned token and does not set `broken`
+    BANS: tl.constexpr,  # True if -inf marks a banned token, which does not set `broken`
     SUB: tl.constexpr,
     SEGMENT: tl.constexpr,
 ):
-    """Compute the maxima and the sum of exponentials of one segment. Grid: (R, segments)."""
+    """Compute the maxima and the sum of exponentials of one segment. The grid is [R, segments]."""
     row, segment = tl.program_id(0).to(tl.int64), tl.program_id(1)
     num_segments = tl.num_programs(1)
     sub = tl.arange(0, SEGMENT // SUB)
@@ -122,7 +124,10 @@ def _scan_kernel(
 
 @jit
 def load_candidates(row, segment, vocab_size, near, SUB: tl.constexpr, SEGMENT: tl.constexpr):
-    """Load a segment of a row of logits, [SEGMENT]; use -inf for sub-blocks that are not `near`."""
+    """Load the logits [SEGMENT] of a segment of a row.
+
+    Only sub-blocks for which `near` is True are read. The other logits are -inf.
+    """
     sub = tl.arange(0, SEGMENT // SUB)
     token = segment * SEGMENT + sub[:, None] * SUB + tl.arange(0, SUB)[None, :]
     logit = tl.load(row + token, mask=near[:, None] & (token < vocab_size), other=float("-inf"))
@@ -131,7 +136,7 @@ def load_candidates(row, segment, vocab_size, near, SUB: tl.constexpr, SEGMENT: 
 
 @jit
 def min_p_floor(min_p, top):
-    """Return the smallest logit that `min_p` keeps; -inf if `min_p` is 0."""
+    """Return the smallest logit / temperature that `min_p` keeps; -inf if `min_p` is 0."""
     return tl.where(min_p > 0, top + tl.log(tl.maximum(min_p, 1e-37)), float("-inf"))
 
 
@@ -139,10 +144,10 @@ def min_p_floor(min_p, top):
 def _compact_kernel(
     logits,
     temperature,
-    top_k,  # [R] int64; 0: all
-    top_p,  # [R] float32; 1: all
-    min_p,  # [R] float32; 0: all
-    typical_p,  # [R] float32; 1: all
+    top_k,  # [R] int64; 0 keeps all tokens
+    top_p,  # [R] float32; 1 keeps all tokens
+    min_p,  # [R] float32; 0 keeps all tokens
+    typical_p,  # [R] float32; 1 keeps all tokens
     sub_max,
     segment_max,
     segment_sum,
@@ -160,7 +165,7 @@ def _compact_kernel(
     SEGMENTS: tl.constexpr,  # num_segments, rounded up to a power of two
     TILE: tl.constexpr,
 ):
-    """Collect the tokens of a row that the filters may keep. One program per row."""
+    """Collect the tokens of a row that the filters may keep. The grid is [R]."""
     row = tl.program_id(0).to(tl.int64)
     number = tl.arange(0, SEGMENTS)
     own = row * num_segments + number
@@ -233,17 +238,19 @@ class Candidates:
     """The tokens of R rows that the filters may keep, in token order."""
 
     values: Tensor  # [R, V] float32: logits / temperature
-    tokens: Tensor  # [R, V] int32: token ids; [R, 0] unless requested
-    counts: Tensor  # [R] int32: number of candidates; 0 if no filter needs them
+    tokens: Tensor  # [R, V] int32: token ids; [R, 0] if they were not requested
+    counts: Tensor  # [R] int32: number of candidates; 0 if no filter needs candidates
     tops: Tensor  # [R] float32: the largest logit / temperature
     bounds: Tensor  # [R] float32: lowest value of logit / temperature that filters may keep
 
 
 def scan(logits: Tensor, temperature: Tensor, bans: bool) -> VocabMaxima:
-    """Compute `VocabMaxima` of logits [R, V] float32.
+    """Return the `VocabMaxima` of R rows.
 
-    temperature: [R] float32, where 0 counts as 1.
-    bans: whether -inf marks a banned token instead of an invalid row.
+    Args:
+        logits: [R, V] float32.
+        temperature: [R] float32; 0 is treated as 1.
+        bans: True if -inf marks a banned token. If False, a row that contains -inf is invalid.
     """
     num_rows, vocab_size = logits.shape
     num_segments = -(-vocab_size // SEGMENT)
@@ -277,7 +284,7 @@ def scan(logits: Tensor, temperature: Tensor, bans: bool) -> VocabMaxima:
 def compact(
     maxima: VocabMaxima, filters: FilterParams, typical_p: Tensor, with_tokens: bool
 ) -> Candidates:
-    """Collect the tokens of each row that the filters `filters` and `typical_p` [R] may keep."""
+    """Collect the tokens of each row that `filters` and the filter `typical_p` [R] may keep."""
     logits, (num_rows, vocab_size) = maxima.logits, maxima.logits.shape
     near = Candidates(
         logits.new_empty(num_rows, vocab_size),

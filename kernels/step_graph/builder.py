@@ -1,7 +1,7 @@
 """CPU step graphs: run a step of single tokens as one call instead of hundreds.
 
 If every operation is a separate call, a fifth of the time of a single-token step is lost between
-the calls: threads are woken, Python code runs, and memory is idle. A step graph holds the same
+the calls: threads are woken, Python code runs, and memory is idle. A step graph stores the same
 operations in a table that is built once per model. All threads execute the table together, with a
 barrier after each operation (`thread_barrier`). Threads that wait at a barrier prefetch weights of
 the next product.
@@ -14,7 +14,8 @@ The results of gates are identical only if the separate calls use the batch-inva
 (`silu_and_mul_batch_invariant`).
 
 `GraphBuilder` is the interface for layers: it checks arguments and records `operations`. `table`
-lowers the operations to integers, `graph` holds these tables, and `interpreter` executes them.
+converts the operations to tables of numbers, `graph` stores these tables, and `interpreter`
+executes them.
 """
 
 from collections.abc import Sequence
@@ -62,7 +63,7 @@ MAX_GROUP = 15
 
 
 class UnsupportedGraph(Exception):
-    """A step graph cannot represent an operation; the message names the operation."""
+    """Raised if a step graph cannot represent an operation; the message names the operation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +73,10 @@ class AttentionParams:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    angles: Buffer | None  # [rows, 2 R] cosines, then sines, see `rope`; None: no rotary embedding
-    interleaved: bool  # rotary pairs are adjacent features; False: features half a head apart
-    window: int  # number of positions in the sliding window; 0: no window
+    # [rows, 2 R] cosines, then sines, of R rotated features (see `rope`); None for no rotation
+    angles: Buffer | None
+    interleaved: bool  # True if feature pairs are (2i, 2i + 1), False if they are (i, i + R/2)
+    window: int  # number of positions in the sliding window; 0 if there is no window
     scores: ScoreMod
 
 
@@ -133,8 +135,9 @@ class GraphBuilder:
 
         Args:
             weight: [D].
-            columns: columns of x to normalise, each group of D columns separately; only these
-                columns of `out` are written. None: all columns as one group.
+            columns: range of columns of x. Each group of D columns in this range is normalized
+                separately, and only these columns of `out` are written. None means all columns as
+                one group.
         """
         normalised = range(x.width) if columns is None else columns
         dim = len(weight)
@@ -165,7 +168,10 @@ class GraphBuilder:
     def expert_linears(
         self, x: Buffer, linears: Sequence[Any], out: Buffer, layout: ExpertLayout
     ) -> None:
-        """Append one product per expert, for the expert's rows. `x` and `out` are in `layout`."""
+        """Append one product per expert, for the expert's rows of `x` and `out`.
+
+        The rows of `x` and `out` are sorted by expert, as `layout` describes.
+        """
         self._append_linears(x, linears, out, layout.all_rows(), layout)
 
     def _append_linears(
@@ -211,12 +217,12 @@ class GraphBuilder:
         return QuantizeBlocks(x, qvalues, row_scales, offsets, run)
 
     def _append_each(self, rows: list[RowRange], operations: Sequence[Operation]) -> None:
-        """Append one operation per range of `rows`, with a barrier only after the last one."""
+        """Append one operation per range of `rows`; a barrier follows only the last operation."""
         for number, (own, operation) in enumerate(zip(rows, operations, strict=True)):
             self._append(replace(operation, rows=own, continues=number + 1 < len(rows)))
 
     def attend(self, heads: Buffer, params: AttentionParams, layer: int, out: Buffer) -> None:
-        """Append one operation: rotate heads, cache keys and values, and compute attention."""
+        """Append an operation that rotates heads, caches keys and values, and runs attention."""
         num_sides, _, num_kv_heads, block_size, _ = self._cache.shape[1:]
         head_dim = num_features(self._cache)
         if (num_sides, num_kv_heads, head_dim) != (2, params.num_kv_heads, params.head_dim):
@@ -256,8 +262,11 @@ class GraphBuilder:
     def gate(self, x: Buffer, kind: str, out: Buffer, layout: ExpertLayout | None = None) -> None:
         """Append `out = f(first half of x) * (second half of x)`.
 
-        kind: the name of f, a key of GATES.
-        layout: the layout of x and out if their rows are sorted by expert.
+        Args:
+            x: the input.
+            kind: the name of f, a key of GATES.
+            out: the result.
+            layout: the layout of `x` and `out` if their rows are sorted by expert.
         """
         assert x.width == 2 * out.width
         rows = layout.all_rows() if layout else [TOKENS]
@@ -301,8 +310,8 @@ class GraphBuilder:
     ) -> None:
         """Append `out` = weighted sum of each token's expert outputs `x` (with `layout`).
 
-        shared: output of a shared expert, added to the sum.
-        gate: output of the shared expert's gate; `shared` is multiplied by the sigmoid of `gate`.
+        If given, `shared` (output of a shared expert) is added to the sum. If `gate` (output of the
+        shared expert's gate) is also given, `shared` is multiplied by the sigmoid of `gate` first.
         """
         assert x.width == out.width
         assert out.width % 16 == 0
@@ -318,12 +327,16 @@ class GraphBuilder:
 
 
 def _plain(weight: Tensor) -> Tensor:
-    """Return `weight` as a contiguous tensor; raise UnsupportedGraph if not float32 on a CPU."""
+    """Return `weight` as a contiguous tensor.
+
+    Raises:
+        UnsupportedGraph: `weight` is not float32 on a CPU.
+    """
     if weight.dtype != torch.float32 or weight.device.type != "cpu":
         raise UnsupportedGraph(f"weights of {weight.dtype} on {weight.device}")
     return weight.contiguous()
 
 
 def _per_head(values: Tensor | None, num_heads: int, none: float) -> Tensor:
-    """Return one float32 per head; each is `none` if `values` is None."""
+    """Return one float32 per head: `values`, or `none` for all heads if `values` is None."""
     return torch.full((num_heads,), none) if values is None else values.float().contiguous()

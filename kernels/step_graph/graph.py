@@ -23,16 +23,17 @@ _LINE = 16  # number of float32 in a cache line
 
 @dataclass(frozen=True, slots=True)
 class CpuStepGraph:
-    """A compiled step graph. Not thread-safe: only one `run` may be active."""
+    """A compiled step graph. Not thread-safe: only one `run` may be active at a time."""
 
-    operations: tuple[Operation, ...]  # owners of the memory that the addresses in `table` point to
+    # kept because they own the memory to which the addresses in `table` point
+    operations: tuple[Operation, ...]
     table: npt.NDArray[np.int64]  # [operations, NUM_COLUMNS], see `opcodes`
     floats: npt.NDArray[np.float32]  # [operations, NUM_FLOATS] float parameters
     ints: npt.NDArray[np.int64]  # integers set in each step: see `RowRange` and `ExpertLayout`
     arena: Tensor  # memory of all buffers
     cache: npt.NDArray[Any]  # flat KV cache, see `kv_cache.format.flat_array`
     num_slots: int  # number of token slots of the cache
-    extensions: Extensions  # opcodes that the interpreter of this graph must support
+    extensions: Extensions  # additional opcodes that the interpreter of this graph must support
 
     @staticmethod
     def of(
@@ -48,7 +49,7 @@ class CpuStepGraph:
         """
         table, floats = make_tables(operations)
         storage = torch.zeros(arena_size + ALIGNMENT)
-        start = -storage.data_ptr() // 4 % _LINE  # so that buffers begin at a cache line
+        start = -storage.data_ptr() // 4 % _LINE  # aligns the buffers to cache lines
         return CpuStepGraph(
             operations=tuple(operations),
             table=table,
@@ -99,7 +100,7 @@ def load_cpu_kernels(cache: torch.dtype, extensions: Extensions) -> None:
 
 
 def _interpreter(rows: str, extensions: Extensions) -> Any:
-    """Return the interpreter for a flat KV cache of numpy's dtype `rows`."""
+    """Return the interpreter for a flat KV cache with the numpy dtype `rows`."""
     configure_numba()
     from penstock.kernels.step_graph.interpreter import compile_interpreter
 

@@ -100,7 +100,10 @@ def _attend(
     op: Longs, scale: float, cap: float, arena: Floats, cache: Any, slots: Longs, contexts: Longs,
     tables: Any, me: int, count: int,
 ) -> None:  # fmt: skip
-    """Execute opcode ATTEND; pairs of a token and a KV head are assigned to threads in turn."""
+    """Execute opcode ATTEND, see `operations.Attend`.
+
+    The pairs of a token and a KV head are assigned to the threads in turn.
+    """
     num_heads, num_kv_heads, head_dim = op[NUM_HEADS], op[NUM_KV_HEADS], op[HEAD_DIM]
     block_size, values_at, window = op[BLOCK_SIZE], op[VALUES_START], op[WINDOW]
     num_rows, group, all_heads = len(slots), num_heads // num_kv_heads, num_heads + 2 * num_kv_heads
@@ -179,7 +182,7 @@ def _add(op: Longs, arena: Floats, num_rows: int, me: int, count: int) -> None:
 
 
 MAX_PREFETCHED_LINES = (1 << 20) // 64
-"""Maximum number of cache lines to prefetch: 1 MiB, half of a core's L2 cache."""
+"""Maximum number of cache lines that a thread prefetches: 1 MiB, half of a core's L2 cache."""
 
 
 @inner()
@@ -190,10 +193,10 @@ def _compute(
     """Execute this thread's part of an operation; do nothing for the opcodes of `Extensions`.
 
     Args:
-        floats: [NUM_FLOATS] the operation's float parameters.
-        rotation: number of products since the last barrier. The threads' parts of a small product
-            differ in size. The rotation balances successive products: each has another assignment
-            of parts to threads.
+        floats: [NUM_FLOATS] float parameters of the operation.
+        rotation: number of products since the last barrier. The parts of a small product differ in
+            size. The rotation assigns the parts of successive products to different threads, to
+            balance the load.
     """
     opcode, first, num_rows = op[OPCODE], ints[op[FIRST]], ints[op[COUNT]]
     if opcode == NORM:
@@ -260,7 +263,10 @@ def _expert_op(op: Longs, ints: Longs, arena: Floats, me: int, count: int) -> No
 
 @inner()
 def _next_matmul(table: Any, ints: Longs, number: int) -> int:
-    """Return the index of the first operation with rows, from `number` on; -1 if `number` is -1."""
+    """Return the index of the first operation from `number` on that has rows in this step.
+
+    If `number` is -1, the result is -1.
+    """
     while number >= 0 and ints[table[number, COUNT]] == 0:
         number += 1
     return number
@@ -273,8 +279,8 @@ def _barrier_and_prefetch(
 ) -> int:  # fmt: skip
     """Wait until all threads have reached barrier number `times`; prefetch weights while waiting.
 
-    num_prefetched: number of cache lines of the next product that are already prefetched. Return
-    this number, increased by the newly prefetched lines.
+    `num_prefetched` is the number of cache lines of the next product that this thread has already
+    prefetched. The function returns this number plus the number of newly prefetched lines.
     """
     arrive(barrier)
     following, looks = _next_matmul(table, ints, table[number, NEXT]), 0
@@ -289,7 +295,10 @@ def _barrier_and_prefetch(
 
 @inner()
 def _after(op: Longs, num_prefetched: int, rotation: int) -> tuple[int, int]:
-    """Return `num_prefetched` and `rotation` after an operation, which may be a product."""
+    """Return the new `num_prefetched` and `rotation` after an operation.
+
+    After a product, these are 0 and the next rotation. Other operations do not change them.
+    """
     if op[OPCODE] in (MATMUL_F32, MATMUL_INT8, MATMUL_QUANTIZED, MATMUL_INT4):
         return 0, rotation + 1
     return num_prefetched, rotation
@@ -349,7 +358,7 @@ def compile_interpreter(rows: str, extensions: Extensions) -> Any:
 
     Args:
         rows: numpy's dtype of the flat KV cache.
-        extensions: opcodes of the graphs beside those of a dense float32 model.
+        extensions: opcodes of the graphs in addition to those of a dense float32 model.
     """
     signature = (
         f"void(int64[:, ::1], float32[:, ::1], int64[::1], float32[::1], {rows}[::1],"

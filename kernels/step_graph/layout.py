@@ -30,10 +30,13 @@ TOKENS = RowRange(0, 1)
 
 @dataclass(frozen=True, slots=True)
 class ExpertLayout:
-    """Layout of buffers sorted by expert; `at` and `choices` are indices in `CpuStepGraph.ints`."""
+    """Layout of buffers whose rows are sorted by expert, for E experts and k choices per token.
+
+    `at` and `choices` are indices of arrays in `CpuStepGraph.ints`.
+    """
 
     at: int  # index of [2, E]: each expert's first row, then each expert's number of rows
-    choices: int  # index of [T, k]: the expert number of each choice; after sorting, its row
+    choices: int  # index of [T, k]: first the expert of each choice; after sorting, its row
     num_experts: int
     top_k: int
 
@@ -46,6 +49,6 @@ class ExpertLayout:
         return [self.rows(expert) for expert in range(self.num_experts)]
 
     def num_rows(self, num_tokens: int) -> int:
-        """Return the number of rows of a buffer, including padding after each expert's rows."""
+        """Return the number of rows of a buffer, with the padding after each expert's rows."""
         num_choices = num_tokens * self.top_k
         return min(4 * num_choices, num_choices + ALIGNMENT * self.num_experts)

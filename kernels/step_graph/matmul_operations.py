@@ -35,7 +35,7 @@ class MatmulF32(Operation):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Quantize(Operation):
-    """`qvalues, row_scales = x quantized to INT8`; each element of `qvalues` holds four values."""
+    """`qvalues, row_scales = x quantized to INT8`; an element of `qvalues` contains four values."""
 
     opcode = codes.QUANTIZE
 
@@ -111,7 +111,7 @@ class QuantizeBlocks(Operation):
     opcode = codes.QUANTIZE_BLOCKS
 
     x: Buffer
-    qvalues: Buffer  # each element holds four values
+    qvalues: Buffer  # each float32 element contains four 8-bit values
     row_scales: Buffer
     offsets: Buffer
     run: int

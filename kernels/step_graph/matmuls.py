@@ -187,7 +187,10 @@ def int4_linear(
 
 @inner()
 def prefetch_weights(op: Longs, num_prefetched: int, me: int, count: int) -> int:
-    """Prefetch the next cache line of this thread's weights; return `num_prefetched` + 1."""
+    """Prefetch the next cache line of this thread's weights.
+
+    `num_prefetched` lines are already prefetched. The result is `num_prefetched` + 1.
+    """
     num_inputs, num_outputs = op[X_WIDTH], op[OUT_WIDTH]
     if op[OPCODE] == MATMUL_INT8:
         first, last = _partition(num_outputs // ALIGNMENT, me, count)
@@ -197,7 +200,7 @@ def prefetch_weights(op: Longs, num_prefetched: int, me: int, count: int) -> int
         return num_prefetched + 1
     first, last = _partition(-(-num_outputs // PANEL), me, count)
     if op[OPCODE] in (MATMUL_QUANTIZED, MATMUL_INT4):
-        size = op[WEIGHT_SIZE] // (op[BIAS_SIZE] // PANEL)  # bytes of a panel
+        size = op[WEIGHT_SIZE] // (op[BIAS_SIZE] // PANEL)  # size of a panel in bytes
         at = first * size + num_prefetched * 64
         if at < last * size:
             prefetch(_bytes(op[WEIGHT], op[WEIGHT_SIZE]), at)

@@ -1,8 +1,8 @@
 """Operations of a CPU step graph.
 
 Each class describes one opcode of `interpreter`. The method `columns` of a class is the only code
-that writes its opcode's columns of the integer table. `builder.GraphBuilder` checks the arguments.
-`matmul_operations` has the classes of matrix products.
+that writes the opcode's own columns of the integer table. `builder.GraphBuilder` checks the
+arguments. `matmul_operations` has the classes of matrix products.
 """
 
 from abc import ABC, abstractmethod
@@ -22,15 +22,16 @@ class Operation(ABC):
     opcode: ClassVar[int]
 
     rows: RowRange = TOKENS
-    # True if the next operation does not read the result, so no barrier is needed between them
+    # True if the next operation does not read the result of this one. No barrier is then needed
+    # between the two operations.
     continues: bool = False
 
     @abstractmethod
     def columns(self) -> dict[int, int]:
-        """Return the values of the columns whose meaning depends on the opcode, by column."""
+        """Return column -> value for the columns whose meaning depends on the opcode."""
 
     def floats(self) -> dict[int, float]:
-        """Return the operation's float parameters, by column of the table of float parameters."""
+        """Return column -> value for the operation's row in the table of float parameters."""
         return {}
 
 
@@ -84,16 +85,16 @@ class Attend(Operation):
     num_kv_heads: int
     head_dim: int
     block_size: int
-    angles: Buffer | None  # cosines, then sines; None: no rotary embedding
+    angles: Buffer | None  # cosines, then sines; None if there is no rotary embedding
     interleaved: bool
     layer_start: int  # index of the layer's first element in the flat KV cache
     layer_size: int  # number of elements of the layer in the cache
     values_start: int  # index of the first value within the layer (keys begin at 0)
-    window: int  # number of positions in the sliding window; 0: no window
-    sinks: Tensor  # [num_heads]; -inf: no attention sink
-    slopes: Tensor  # [num_heads] ALiBi slopes
+    window: int  # number of positions in the sliding window; 0 if there is no window
+    sinks: Tensor  # [num_heads] attention sink of each query head; -inf if the head has none
+    slopes: Tensor  # [num_heads] ALiBi slope of each query head; 0 if the head has none
     scale: float
-    cap: float  # soft cap of the scores; 0: none
+    cap: float  # soft cap of the scores; 0 if there is none
 
     def columns(self) -> dict[int, int]:
         return {
@@ -169,7 +170,10 @@ class Gemv(Operation):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TopkSoftmax(Operation):
-    """Chooses each token's experts; writes `weights` and `layout.choices`, overwrites `logits`."""
+    """Chooses each token's experts, and writes `weights` and the choices of `layout`.
+
+    The operation overwrites `logits`.
+    """
 
     opcode = codes.TOPK_SOFTMAX
 
@@ -190,7 +194,7 @@ class TopkSoftmax(Operation):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PermuteIndex(Operation):
-    """Sorts the choices of all tokens by expert: computes the rows of `layout`."""
+    """Sorts the choices of all tokens by expert: computes the row of each choice in `layout`."""
 
     opcode = codes.PERMUTE_INDEX
 
@@ -232,8 +236,8 @@ class UnpermuteSum(Operation):
     layout: ExpertLayout
     weights: Buffer
     out: Buffer
-    shared: Buffer | None  # output of a shared expert
-    shared_gate: Buffer | None  # `shared` is multiplied by the sigmoid of this buffer
+    shared: Buffer | None  # output of a shared expert, if there is one
+    shared_gate: Buffer | None  # if given, `shared` is multiplied by the sigmoid of this buffer
 
     def columns(self) -> dict[int, int]:
         return {
@@ -247,12 +251,12 @@ class UnpermuteSum(Operation):
 
 
 def input_columns(buffer: Buffer, first: int = 0) -> dict[int, int]:
-    """Return the columns of the input buffer, whose values begin at feature `first`."""
+    """Return column -> value for an input buffer that is read from feature `first` on."""
     return {codes.X: buffer.at + first, codes.X_WIDTH: buffer.width}
 
 
 def output_columns(buffer: Buffer, first: int = 0) -> dict[int, int]:
-    """Return the columns of the output buffer, whose values begin at feature `first`."""
+    """Return column -> value for an output buffer that is written from feature `first` on."""
     return {codes.OUT: buffer.at + first, codes.OUT_WIDTH: buffer.width}
 
 

@@ -1,4 +1,4 @@
-"""Lowers the operations of a CPU step graph to the tables that the interpreter reads."""
+"""Converts the operations of a CPU step graph to the tables that the interpreter reads."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,7 +23,10 @@ from penstock.kernels.step_graph.operations import (
 
 
 def fuse_adds(operations: Sequence[Operation]) -> list[Operation]:
-    """Merge each `Add` into the `Norm` of the same buffer that follows it, if there is one."""
+    """Merge each `Add` into the `Norm` that directly follows, if it normalizes the same buffer.
+
+    A norm of several groups of features is not merged.
+    """
     fused: list[Operation] = []
     for operation in operations:
         last = fused[-1] if fused else None
@@ -43,7 +46,10 @@ def fuse_adds(operations: Sequence[Operation]) -> list[Operation]:
 def make_tables(
     operations: Sequence[Operation],
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """Return the tables that the interpreter reads, [operations, NUM_COLUMNS or NUM_FLOATS]."""
+    """Return the two tables that the interpreter reads.
+
+    The integers are [operations, NUM_COLUMNS], and the float parameters [operations, NUM_FLOATS].
+    """
     table = np.zeros((len(operations), codes.NUM_COLUMNS), np.int64)
     floats = np.zeros((len(operations), codes.NUM_FLOATS), np.float32)
     for number, operation in enumerate(operations):
@@ -59,9 +65,10 @@ def make_tables(
 
 
 def _next_matmuls(operations: Sequence[Operation]) -> list[int]:
-    """Return, for each operation, the index of the product whose weights threads prefetch.
+    """Return, for each operation, the index of the next product: the value of its column NEXT.
 
-    This is the value of the operation's column NEXT; -1 means that nothing is prefetched.
+    Threads that wait at the barrier after the operation prefetch weights of this product. If the
+    value is -1, nothing is prefetched.
     """
     found, following = [-1] * len(operations), -1
     for number in range(len(operations) - 1, -1, -1):

@@ -1,7 +1,7 @@
-"""Check that Triton can compile its C modules here: `python -m ...check_compiler`; needs no GPU.
+"""Check that Triton can compile its C modules on this machine; the check needs no GPU.
 
-Triton compiles such a module when a process first uses a GPU. The compilation needs a C compiler
-and the headers of libc and Python.
+Run it as `python -m penstock.kernels.triton_common.check_compiler`. Triton compiles a C module when
+a process first uses a GPU. The compilation needs a C compiler and the headers of libc and Python.
 """
 
 import sys

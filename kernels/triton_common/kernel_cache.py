@@ -1,7 +1,7 @@
 """Triton's cache of compiled kernels, with a read-only folder of kernels compiled ahead of time.
 
 A container image contains this folder, `SEED`, which `python -m tests.aot.seed` writes. A new
-worker does not compile the kernels in this folder. Other kernels go to Triton's own cache.
+worker does not compile the kernels in this folder. Other kernels are stored in Triton's own cache.
 """
 
 import json
@@ -18,7 +18,7 @@ MANAGER_VARIABLE = "TRITON_CACHE_MANAGER"
 
 
 class SeededCacheManager(FileCacheManager):  # type: ignore[misc]
-    """Triton's cache manager, which also reads `SEED` for kernels that its own cache lacks."""
+    """A cache manager of Triton that reads `SEED` for kernels that Triton's own cache lacks."""
 
     def get_file(self, filename: str) -> str | None:
         """Return the path of a cached file, or None."""
@@ -47,7 +47,7 @@ def _existing(path: Path) -> str | None:
 
 
 def use_seed() -> None:
-    """Make Triton look in `SEED` too, if the folder exists and no other manager is chosen."""
+    """Make Triton also read `SEED`, if this folder exists and no other cache manager is chosen."""
     if SEED.is_dir():
         name = f"{SeededCacheManager.__module__}:{SeededCacheManager.__qualname__}"
         os.environ.setdefault(MANAGER_VARIABLE, name)

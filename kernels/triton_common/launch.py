@@ -61,7 +61,7 @@ def jit(function: Callable[..., Any] | None = None, *, unspecialized: Sequence[s
 
 @dataclass(frozen=True, slots=True)
 class DeviceInfo:
-    """Properties of a device from which a launcher chooses its tiles."""
+    """Properties of a device by which a launcher chooses its tiles."""
 
     name: str  # for example sm_90, gfx942 or interpreter
     shared_bytes: int  # maximum shared memory of one program, in bytes
@@ -109,10 +109,10 @@ _recording: ContextVar[_Recording | None] = ContextVar("recording", default=None
 
 @contextmanager
 def record_launches(chip: DeviceInfo) -> Iterator[list[Launch]]:
-    """Record kernel launches instead of executing them; launchers choose tiles for `chip`.
+    """Record kernel launches within this context instead of executing them.
 
-    Within this context, launchers accept tensors on the "meta" device. The context manager yields
-    the list of recorded launches.
+    Launchers choose tiles for `chip`, and accept tensors on the "meta" device. The context manager
+    yields the list of recorded launches.
     """
     launches: list[Launch] = []
     token = _recording.set(_Recording(chip, launches))
@@ -191,7 +191,10 @@ def run_kernel(
     arguments: tuple[Any, ...],
     options: dict[str, Any],
 ) -> None:
-    """Launch a kernel with `device` as current device; Triton ignores the arguments' device."""
+    """Launch a kernel with `device` as current device.
+
+    Triton launches on the current device, and ignores the device of the arguments.
+    """
     with _current(device):
         kernel[grid](*arguments, **options)
 

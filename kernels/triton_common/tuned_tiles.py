@@ -59,9 +59,11 @@ _WEIGHT_ONLY = {"rows": _TILE[:4], "outputs": (32, 64, 128, 256), "inputs": (32,
 KERNELS = {
     "attention.chunks": TunedKernel(("width", "itemsize", "cached"), _ATTENTION),
     "attention.split_kv": TunedKernel(("width", "group", "itemsize", "cached"), _ATTENTION),
-    # `rows` is the largest number of rows per expert for which an entry is used.
+    # `rows` is the number of rows of the launcher's own tiles, which depends on the mean number of
+    # rows per expert (`moe/triton.tiles_for`).
     "moe": TunedKernel(("experts", "size", "inner", "rows", "itemsize"), _MOE),
-    # `kind` is from `linear/code_kinds`. `rows` are the rows of the launcher's own tiles, 16 or 64.
+    # `kind` is a number of `linear/code_kinds`. `rows` is the number of rows of the launcher's own
+    # tiles, 16 or 64.
     "linear.weight_only": TunedKernel(("kind", "one_group", "rows", "itemsize"), _WEIGHT_ONLY),
 }
 
@@ -74,10 +76,12 @@ def file_name(product: str) -> str:
 
 
 def tuned_tiles(product: str, kernel: str, **shape: int) -> Sizes | None:
-    """Return the tuned tiles of a kernel for a shape; None: use the launcher's own table.
+    """Return the tuned tiles of a kernel for a shape.
+
+    The result is None if there are none; the launcher then uses its own table.
 
     Args:
-        product: `DeviceInfo.product`; if it is empty, nothing is tuned.
+        product: `DeviceInfo.product`; if this is "", no tiles are tuned.
         kernel: a key of KERNELS.
         shape: the sizes that `KERNELS[kernel].shape` names.
     """
@@ -111,7 +115,7 @@ def load_tuned_tiles(device: torch.device) -> None:
 
 @lru_cache(maxsize=16)
 def read_tuned_tiles(product: str) -> Mapping[tuple[str, str], Sizes]:
-    """Return the tuned tiles of a product by kernel and key; empty if there are none.
+    """Return (kernel, key) -> tuned tiles for a product; empty if there are none.
 
     Raises:
         ValueError: the variable names no folder, or the file is invalid; the message is one line.
