@@ -23,9 +23,9 @@ from tests.aot.jobs import Report, forgotten, jobs_of, run  # noqa: E402
 
 COLUMNS = (
     *("kernel", "case", "chip", "regs", "spill", "shared", "warps", "tensor core", "wide"),
-    # Smallest number of buffers of a copied tile, per innermost loop with matrix products.
+    # For each innermost loop with matrix products: smallest number of buffers of a copied tile.
     "buffers",
-    "in flight",  # copies that still run after a wait, per innermost loop with matrix products
+    "in flight",  # for each of these loops: smallest number of copies that still run after a wait
 )
 
 

@@ -36,7 +36,7 @@ class AotCase:
     call: Callable[[], object]
     products: tuple[str, ...] = ()  # names of kernels that must use tensor cores
     streams: tuple[str, ...] = ()  # names of kernels that must move 16 bytes per access
-    chips: tuple[DeviceInfo, ...] = CHIPS  # chips to compile for
+    chips: tuple[DeviceInfo, ...] = CHIPS  # GPU types for which the kernels are compiled
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

@@ -32,7 +32,7 @@ TENSOR_CORE = re.compile(r"[HIQB]MMA|[HIQ]GMMA|UTC\w*MMA|v_s?mfma\w*")
 LOCAL_MEMORY = re.compile(r"(?:LDL|STL)\b")
 
 REGISTERS = 1 << 16
-"""Registers of a multiprocessor."""
+"""Number of 32-bit registers of one multiprocessor."""
 
 RESERVED = 1 << 10
 """Bytes of shared memory that a multiprocessor reserves per program."""
@@ -45,7 +45,7 @@ WIDTHS = {
     **{"ubyte": 1, "sbyte": 1, "ushort": 2, "sshort": 2, "short": 2},
     **{"dwordx2": 8, "dwordx3": 12, "dwordx4": 16},
 }
-"""Bytes per load, by a part of the instruction's name; 4 if it has none of these."""
+"""Bytes that a load instruction reads, by a part of its name. All other loads read 4 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Artefact:
     shared_bytes: int
     num_warps: int
     tensor_core: int  # number of tensor core instructions
-    read_bytes: dict[int, int]  # bytes that load instructions read, by bytes per load
+    read_bytes: dict[int, int]  # total bytes that loads read, by the bytes of one load
     loops: list[Loop]  # innermost loops with matrix products; on NVIDIA GPUs only
 
     @property
@@ -127,7 +127,7 @@ def _from_json(text: str) -> Artefact:
 
 _SOURCES = b"".join(Path(file).read_bytes() for file in (__file__, str(pipelining.__file__)))
 _VERSION = hashlib.sha256(_SOURCES).hexdigest()[:16]
-"""Hash of the files that compute the cached measures."""
+"""Hash of the code that computes the cached measures; changed code does not use old measures."""
 
 
 def _cuda(result: Any) -> Artefact:
@@ -174,7 +174,7 @@ def _count(code: Counter[str], pattern: re.Pattern[str]) -> int:
 
 
 def _reads(code: Counter[str], pattern: re.Pattern[str]) -> dict[int, int]:
-    """Sum the bytes that load instructions read, by bytes per load."""
+    """Return the total bytes that loads read, by the bytes of one load."""
     found: Counter[int] = Counter()
     for name, number in code.items():
         if pattern.match(name):

@@ -40,7 +40,7 @@ class Report:
     case: str
     chip: str
     kernel: str
-    artefact: dict[str, Any] | None  # fields of `Artefact`; None if it did not compile
+    artefact: dict[str, Any] | None  # fields of `Artefact`; None: compilation failed
     complaints: list[str]
 
 

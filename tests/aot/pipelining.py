@@ -46,7 +46,7 @@ def _innermost_loops(ttgir: str) -> Iterator[list[str]]:
     """Yield the lines of each loop with matrix products that contains no other such loop.
 
     The compiler may repeat a part of an inner loop after that loop. An outer loop may therefore
-    have matrix products of its own.
+    have matrix products of its own; such a loop is not yielded.
     """
     open_loops: list[_OpenLoop] = []
     for line in ttgir.splitlines():

@@ -5,13 +5,15 @@ from tests.aot.case import AotCase
 from tests.aot.compiling import Artefact
 
 MIN_WIDE_SHARE = 0.5
-"""Least share of 16-byte loads in a streaming kernel's reads; the rest are offsets and scalars."""
+"""Smallest allowed share of 16-byte loads in the bytes that a streaming kernel reads. The other
+loads read offsets and scalars."""
 
 MIN_RESIDENT_WARPS = 8
-"""Warps that a multiprocessor must hold at a time: two for each of its four schedulers."""
+"""Number of warps that must fit on a multiprocessor: two for each of its four schedulers."""
 
 DEEP = 4
-"""Copies in flight with which fewer warps are enough: two tiles ahead, two copies per tile."""
+"""Number of copies in flight from which on fewer warps are enough: two tiles ahead, with two copies
+per tile."""
 
 
 def complaints(artefact: Artefact, kernel: str, case: AotCase, chip: DeviceInfo) -> list[str]:

@@ -84,11 +84,11 @@ MODELS: dict[str, dict[str, Any]] = {
 """Configurations of the models whose kernels are compiled."""
 
 Batches = Sequence[Sequence[int]]
-"""Numbers of prompt tokens of each sequence, by step."""
+"""For each step, the number of prompt tokens of each sequence."""
 
 
 def record(name: str, chip: DeviceInfo, steps: Batches = ()) -> list[Launch]:
-    """Return launches of the warm-up or, if given, of prefill `steps`: one per specialization."""
+    """Return the launches of prefill `steps`, by default of the warm-up, one per specialization."""
     with (
         record_launches(chip) as launches,
         mock.patch.object(model_builder, "runs_kernels", return_value=True),

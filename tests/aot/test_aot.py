@@ -88,7 +88,8 @@ LOADS_ITS_BLOCK: Change = (
     "block = next_block.to",
     "block = tl.load(table + columns // S, mask=columns < high, other=0).to",
 )
-"""Makes the address of a tile depend on a load of the same iteration."""
+"""A change of the kernel's source: the address of a tile depends on a load of the same
+iteration."""
 
 DECODE = 1  # index of the decode launch (split KV) among the launches of the case
 

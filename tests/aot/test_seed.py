@@ -29,7 +29,7 @@ STEPS = ([17], [1, 1, 40], [5], [300], [2, 33, 1], [1, 1, 64], [2] * 8)
 
 @pytest.fixture
 def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
-    """Return a function that sets the seed folder, and sets and returns an empty Triton cache."""
+    """Return a function that selects a seed folder by name, and returns the empty Triton cache."""
 
     def use(name: str) -> Path:
         monkeypatch.setattr(kernel_cache, "SEED", tmp_path / name)

@@ -81,7 +81,7 @@ def workers(running: Serving) -> dict[str, dict[str, Any]]:
 
 
 def check_answers(running: Serving, plain: Engine, start: int) -> None:
-    """Send prompts of all lengths at once, more prompts than there are rows; check the answers."""
+    """Send prompts of all lengths together, more prompts than there are rows; check the answers."""
     prompts = [prompt(length, start + number) for number, length in enumerate(LENGTHS)]
     with ThreadPoolExecutor(len(prompts)) as pool:
         found = list(pool.map(lambda ids: complete(running, ids), prompts))

@@ -140,7 +140,8 @@ def test_every_series_returns_data(cluster: Serving, prometheus: httpx.Client) -
 def chart_queries() -> tuple[list[str], list[str]]:
     """Return the queries of the chart's dashboard, alerts and scaler for the scraped release.
 
-    A condition is changed into the number 0 or 1, so that it has a value even if it does not hold.
+    Comparisons are changed to return 0 or 1. A query then has a value even if its condition is
+    false.
 
     Returns:
         Queries that have data with any model, and queries that need a model with experts.
@@ -199,7 +200,7 @@ def test_silent_worker_is_reported_as_down_and_later_as_up(
     cluster: Serving, prometheus: httpx.Client
 ) -> None:
     victim = cluster.find("penstock: decode worker 0")
-    victim.suspend()  # a suspended worker is silent, like one on a lost machine
+    victim.suspend()  # a suspended worker sends nothing, like a worker on a lost machine
     try:
         down = 'penstock_worker_up{worker=~"decode.*"} == 0'
         wait_for(lambda: has_data(prometheus, down), "the worker to be down")

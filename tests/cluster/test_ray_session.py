@@ -21,7 +21,7 @@ class Process:
 
 @dataclass
 class Children:
-    """Stands for the tracker of a session's child processes."""
+    """A fake tracker of the child processes of a Ray session."""
 
     names: list[str] = field(default_factory=lambda: ["ended", "gcs_server", "raylet"])
 
@@ -38,7 +38,7 @@ def children(monkeypatch: pytest.MonkeyPatch) -> Children:
 
 
 class Registry:
-    """A GCS server that knows the node from call number `first_success` on."""
+    """A fake GCS server. Call number `first_success` finds the node; earlier calls fail."""
 
     def __init__(self, first_success: int) -> None:
         self.first_success = first_success

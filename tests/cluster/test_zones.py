@@ -95,7 +95,7 @@ def zones() -> Iterator[Zones]:
 
 @pytest.fixture(autouse=True)
 def whole(zones: Zones) -> None:
-    """Give each test all nodes."""
+    """Restore all nodes before each test."""
     zones.restore()
 
 

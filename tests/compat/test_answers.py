@@ -1,4 +1,7 @@
-"""Rows "answer" of `review_rows.txt`, and fields that change answers, for both completion APIs."""
+"""Answers of both completion APIs, and the fields of requests that change answers.
+
+The tests cover the rows "answer" of `review_rows.txt`, a review of the OpenAI API.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -58,7 +61,7 @@ CALLS: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
     "chat": (chat, {"logprobs": True}),
     "completion": (complete, {"logprobs": 0}),
 }
-"""By API: the call, and the fields that ask for log probabilities."""
+"""For each API: the function that calls it, and the fields that request log probabilities."""
 
 
 async def test_completion_has_the_fields_of_the_reference(client: Any) -> None:

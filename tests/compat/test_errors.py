@@ -1,4 +1,7 @@
-"""Rows "error" of `review_rows.txt`: each error has OpenAI's format and the client's exception."""
+"""Errors of the OpenAI API: each has OpenAI's format and raises the right exception in the client.
+
+The tests cover the rows "error" of `review_rows.txt`, a review of the OpenAI API.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,4 +1,7 @@
-"""Rows "extension" of `review_rows.txt`: other servers' extensions, served or refused."""
+"""Extensions of other servers to the OpenAI API, which a router serves or refuses.
+
+The tests cover the rows "extension" of `review_rows.txt`, a review of the OpenAI API.
+"""
 
 from dataclasses import replace
 from typing import Any

@@ -7,7 +7,7 @@ import openai
 import pytest
 
 from tests.compat.test_tool_calls import ONE, SUM, TOOLS, Model, both, found
-from tests.compat.test_tool_calls import model as model  # a fixture
+from tests.compat.test_tool_calls import model as model  # a fixture of these tests
 from tests.support.openai_client import HELLO
 from tests.support.tool_chats import ADD
 

@@ -1,4 +1,8 @@
-"""Row "header endpoint-load-metrics" (`review_rows.txt`): ORCA reports in vLLM's two formats."""
+"""ORCA load reports in vLLM's two formats, for clients that send `endpoint-load-metrics-format`.
+
+The tests cover the row "header endpoint-load-metrics" of `review_rows.txt`, a review of the OpenAI
+API.
+"""
 
 import json
 from collections.abc import AsyncIterator

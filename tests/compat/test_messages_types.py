@@ -1,4 +1,4 @@
-"""The types of Anthropic's client have only fields that Penstock knows; new fields fail a test."""
+"""A test fails if a type of Anthropic's client has a field that is not listed in this file."""
 
 import typing
 from collections.abc import Mapping
@@ -54,7 +54,7 @@ FIELDS: Mapping[Any, set[str]] = {
     types.MetadataParam: {"user_id"},
     types.CacheControlEphemeralParam: {"type", "ttl"},
 }
-"""The fields that Penstock knows of each of the client's types."""
+"""The expected fields of each of the client's types."""
 
 
 @pytest.mark.parametrize("params", FIELDS, ids=lambda params: params.__name__)

@@ -1,4 +1,4 @@
-"""Several names of one model."""
+"""Requests for a model that is served under several names."""
 
 from dataclasses import replace
 

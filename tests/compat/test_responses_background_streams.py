@@ -1,4 +1,4 @@
-"""Streams of background responses, read at once, later, or from any event (openai's client)."""
+"""Streams of background responses, read immediately, later, or from any event (openai's client)."""
 
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path

@@ -1,7 +1,7 @@
 """Each field of OpenAI's reference of responses is honored or refused by name.
 
-The lists of fields and values come from the types of the official client, so that a new version
-with more of them fails here.
+The lists of fields and values come from the types of the official client, so that a test fails if a
+new version has more fields or values.
 """
 
 from collections.abc import AsyncIterator, Sequence
@@ -142,7 +142,7 @@ REFUSED: list[tuple[str, object]] = [
     ("truncation", "always"),
 ]
 OTHER = {"previous_response_id", "stream_options"}
-"""Fields with tests elsewhere."""
+"""Fields that other tests cover."""
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")

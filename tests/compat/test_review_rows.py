@@ -32,7 +32,8 @@ FIELDS = {
         *get_type_hints(completion.CompletionCreateParamsStreaming),
     },
 }
-"""The fields of the official client's types, so that a new version with more of them fails here."""
+"""The fields of the official client's types. If a new version has more fields, a test here
+fails."""
 NUMBERS = {"bug": range(1, 9), "extension": range(1, 11)}
 
 

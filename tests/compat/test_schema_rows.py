@@ -97,7 +97,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (
         {"response_format": {"type": "json_schema", "json_schema": {"schema": BOMB}}},
         "response_format",
-        # the schema exceeds both limits; the order depends on the machine
+        # The schema exceeds both limits; the machine determines which limit is exceeded first.
         r"needs more than (1 s of processor time|256 MiB of memory)",
     ),
     ({"response_format": {"type": "structural_tag"}}, "response_format", "structures"),

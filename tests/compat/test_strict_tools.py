@@ -1,6 +1,6 @@
 """`strict` tools: if the model decides to call, the arguments fit the schema (3 clients).
 
-The tests use the bundled model. Without a constraint, it would write `4821 * 377`, which the
+The tests use the bundled model. Without a constraint, the model would write `4821 * 377`, which the
 schemas here do not allow.
 """
 

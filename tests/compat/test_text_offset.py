@@ -1,4 +1,4 @@
-"""`logprobs.text_offset` of completions."""
+"""`logprobs.text_offset` of completions: the offset of each token in the text."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Contents of messages as text parts."""
+"""Message contents that are lists of text parts."""
 
 from pathlib import Path
 from typing import Any

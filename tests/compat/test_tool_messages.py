@@ -1,4 +1,4 @@
-"""Tools in chats, and a history with `tool_calls`: all of it reaches the chat template."""
+"""Tools in chats, and a history with `tool_calls`: the chat template gets all of both."""
 
 import json
 from collections.abc import AsyncIterator

@@ -1,4 +1,7 @@
-"""Rows "metric" of `review_rows.txt`: vLLM's names and exact counts after OpenAI requests."""
+"""Metrics with vLLM's names: exact values after OpenAI requests.
+
+The tests cover the rows "metric" of `review_rows.txt`, a review of the OpenAI API.
+"""
 
 import asyncio
 from collections.abc import Iterator, Mapping

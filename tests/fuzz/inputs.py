@@ -16,7 +16,7 @@ class RawInput:
     `ending` is the client's behaviour after the last piece:
 
     - read: it reads until the router closes the connection, as the last request demands;
-    - close: it closes the connection at once, while the workers are paused;
+    - close: it closes the connection immediately, while the workers are paused;
     - leave: it keeps the connection open until the run has too many open connections.
     """
 

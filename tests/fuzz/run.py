@@ -21,12 +21,13 @@ from tests.fuzz.target import Target, target
 from tests.support.served_router import model_folder
 
 PART = 500
-"""Inputs per seed of hypothesis, which keeps all inputs that it has drawn with a seed."""
+"""Number of inputs that are drawn with one seed. Hypothesis keeps all inputs of a seed in
+memory."""
 COMPANION_EVERY = 20
 MAX_TRIES = 200
-"""Most inputs that are sent in the search for a smaller failing one."""
+"""Largest number of inputs that are sent in the search for a smaller failing input."""
 MAX_GROWTH = 64 << 20
-"""Largest growth of the resident memory in bytes."""
+"""Largest allowed growth of the resident memory in bytes."""
 
 
 @dataclass

@@ -51,7 +51,7 @@ BODIES: Mapping[str, Sequence[type[BaseModel]]] = {
     "/v1/responses/{id}/cancel": (),
     "/role": (),
 }
-"""The models of the bodies of each POST route; the fields come from the models."""
+"""For each POST route: the pydantic models of its body, from whose fields bodies are drawn."""
 
 SERVICES = (
     inference_pb2.DESCRIPTOR.services_by_name["Inference"],
@@ -65,7 +65,7 @@ METHODS: Mapping[str, MethodDescriptor] = {
 }
 
 KNOWN_ID = "known"
-"""A request id that many calls have, so that their explanations are found."""
+"""A request id that many calls use, so that calls for explanations find a request with this id."""
 
 STREAMS = ("/live",)
 """Routes whose responses end only with the connection."""
@@ -126,7 +126,7 @@ def bodies(draw: st.DrawFn, path: str) -> dict[str, Any]:
         body["prompt"] = draw(st.sampled_from(["hi", [5, 6], ["a", "b"], [[7], [8, 9]]]))
     if "messages" in model.model_fields and draw(st.booleans()):
         body["messages"] = [{"role": "user", "content": "hi"}]
-    # Most bodies get this name, because a body with any other name is only refused.
+    # Most bodies get the served model's name, because a body with another name is always refused.
     if issubclass(model, CountTokensBody) and not draw(one_in(8)):
         body["model"] = "stub"
     if "input" in model.model_fields and draw(st.booleans()):
@@ -188,7 +188,7 @@ def requests(draw: st.DrawFn, route: HttpRoute, is_last: bool) -> bytes:
 
 @st.composite
 def pieces_of(draw: st.DrawFn, data: bytes) -> tuple[bytes, ...]:
-    """Cut bytes at random places into the pieces that are sent."""
+    """Cut bytes at random positions into the pieces that are sent."""
     cuts = sorted(draw(st.lists(st.integers(0, len(data)), max_size=3)))
     ends = [0, *cuts, len(data)]
     return tuple(data[low:high] for low, high in pairwise(ends) if low < high)
@@ -196,7 +196,7 @@ def pieces_of(draw: st.DrawFn, data: bytes) -> tuple[bytes, ...]:
 
 @st.composite
 def http_inputs(draw: st.DrawFn, routes: Sequence[HttpRoute]) -> Input:
-    """Draw requests on one connection: one, several at once, or bytes that are almost HTTP."""
+    """Draw bytes for one connection: one request, several at the same time, or almost HTTP."""
     count = draw(st.sampled_from([1, 1, 1, 1, 2, 3]))
     route = draw(st.sampled_from(routes))
     same = [each for each in routes if each.port == route.port]

@@ -24,17 +24,17 @@ from tests.support.served_router import Served, serving
 from tests.support.stub_worker import END_TOKEN, StubWorker
 
 MAX_CALLBACK_SECONDS = 0.05
-"""CPU time that one callback of a router may take."""
+"""CPU time in seconds that one callback of a router may take."""
 STALL_SECONDS = 60.0
-"""Time limit of each call and of each wait; an input that exceeds it has a problem."""
+"""Time limit of each call and of each wait; an input that exceeds this limit has a problem."""
 MAX_LEFT = 24
-"""Connections that are left open at a time."""
+"""Largest number of connections that are left open at a time."""
 MODEL_LEN = 128
 COMPANION_TOKENS = 96
 
 STATUS_LINE = re.compile(rb"HTTP/1\.1 ([0-9]{3}) ")
 DOCUMENTED = {503, 504}
-"""The statuses above 499 that a router may answer."""
+"""The HTTP status codes above 499 that a router may return."""
 BAD_CODES = {grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.DATA_LOSS}
 OF_CLIENT = "Internal error from Core"
 """Error of gRPC's client for a call that ended while the client was sending."""
@@ -73,7 +73,7 @@ class Left:
 
 @dataclass
 class Target:
-    """A served router, and the state of its fuzz run; `reached` counts the answers."""
+    """A served router, and the state of its fuzz run; `reached` has counts by route and status."""
 
     served: Served
     channel: grpc.aio.Channel
@@ -155,7 +155,7 @@ class Target:
 
     @contextlib.asynccontextmanager
     async def _paused(self) -> AsyncIterator[None]:
-        """Pause the workers, so that a request ends only because its client has gone."""
+        """Pause the workers, so that a request ends only because its client has disconnected."""
         # Send a request and wait for its answer: the router has then read everything sent earlier.
         await _exchange(self.served, b"GET /version", b"")
         await self._quiet()

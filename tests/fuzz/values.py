@@ -239,4 +239,4 @@ INSERTED = (
     b"0\r\n\r\n",
     b"GET / HTTP/1.1\r\n",
 )
-"""Bytes that mean something to a parser of HTTP."""
+"""Byte strings that have a meaning in the syntax of HTTP."""

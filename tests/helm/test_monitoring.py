@@ -134,7 +134,7 @@ FIRING: dict[str, list[dict[str, str]]] = {
     ],
     "PenstockKvTransfersSlow": slow("kv_transfer_seconds"),
 }
-"""For each alert, series for which it must fire."""
+"""For each alert: series for which the alert must fire."""
 
 HEALTHY = [
     series("workers_ready", "2x60", 'pool="decode"'),
@@ -201,7 +201,7 @@ LABELLED = {
     "penstock_prompt_tokens_by_tenant_total": ({"tenant": "key-1"},),
     "penstock_prefill_placements_total": ({"where": "apart", "reason": "even"},),
 }
-"""Labels of a metric other than the worker or the pool."""
+"""Labels of the metrics that have other labels than the worker and the pool."""
 OF_POOLS = ("requests_waiting", "tokens_waiting", *(f"workers_{name}" for name in POOL_COUNTS))
 OF_WORKERS = (
     *("worker_up", "requests_running", "kv_blocks", "kv_waste_ratio", "prompt_tokens_total"),

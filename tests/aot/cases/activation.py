@@ -1,4 +1,4 @@
-"""AOT cases of `kernels/activation`."""
+"""Cases in which `make aot` compiles the kernels of `kernels/activation` ahead of time."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""AOT cases of `kernels/attention`."""
+"""Cases in which `make aot` compiles the kernels of `kernels/attention` ahead of time."""
 
 from collections.abc import Iterator
 
@@ -61,7 +61,8 @@ def _case(
     # With a quantized cache, `attend_kernel` also reads block numbers and scales with small loads.
     # Less than half of its bytes are then read by 16-byte loads, but `streams` requires half.
     streams = [] if cached.itemsize == 1 else ["attend_kernel"]
-    # With `one_path`, `merge_kernel` reads single partitions, mostly with scalar loads.
+    # With `one_path`, `merge_kernel` reads single partitions, mostly with scalar loads, so
+    # `streams` does not name this kernel.
     if not one_path:
         streams.append("merge_kernel")
     return AotCase(

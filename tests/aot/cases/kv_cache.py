@@ -1,4 +1,4 @@
-"""AOT cases of `kernels/kv_cache`."""
+"""Cases in which `make aot` compiles the kernels of `kernels/kv_cache` ahead of time."""
 
 from collections.abc import Iterator
 from functools import partial

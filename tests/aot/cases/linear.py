@@ -1,4 +1,4 @@
-"""AOT cases of `kernels/linear`."""
+"""Cases in which `make aot` compiles the kernels of `kernels/linear` ahead of time."""
 
 from collections.abc import Iterator
 from functools import partial

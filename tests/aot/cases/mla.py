@@ -1,4 +1,4 @@
-"""AOT cases of `kernels/mla`."""
+"""Cases in which `make aot` compiles the kernels of `kernels/mla` ahead of time."""
 
 from collections.abc import Iterator
 

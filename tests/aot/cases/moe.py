@@ -1,4 +1,4 @@
-"""AOT cases of `kernels/moe`."""
+"""Cases in which `make aot` compiles the kernels of `kernels/moe` ahead of time."""
 
 from collections.abc import Iterator
 
@@ -24,7 +24,7 @@ def _expert_cases() -> Iterator[AotCase]:
         gate: GatedActivation,
         num_divided: int | None = None,
     ) -> Tensor:
-        """Run a layer with 8 experts per token; `num_divided` is passed to the operation."""
+        """Run an MoE layer with 8 experts per token; `grouped_moe_forward` gets `num_divided`."""
         gate_up, down = meta(num_experts, 2 * inner, size), meta(num_experts, size, inner)
         if gate.kind == "clamped":
             stacks = ExpertWeights(

@@ -1,4 +1,4 @@
-"""AOT cases of `kernels/norm`."""
+"""Cases in which `make aot` compiles the kernels of `kernels/norm` ahead of time."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""AOT cases of `kernels/rope`."""
+"""Cases in which `make aot` compiles the kernels of `kernels/rope` ahead of time."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""AOT cases of `kernels/sampling`."""
+"""Cases in which `make aot` compiles the kernels of `kernels/sampling` ahead of time."""
 
 from collections.abc import Iterator
 

@@ -55,7 +55,7 @@ def test_burst_is_the_maximum_over_all_intervals(
     sizes = []
     for end, now in enumerate(times):
         if now >= times[-1] - memory:
-            # Only the newest sample before the window is used: it is the start of the interval.
+            # Intervals start at samples in the window, or at the newest sample before the window.
             old = [each for each in range(end) if times[each] <= now - 30.0]
             sizes += [
                 (totals[end] - totals[start]) / max(now - times[start], BURST_SECONDS)

@@ -20,7 +20,7 @@ from penstock.common.worker_load import WorkerLoad
 
 RATE = 1000.0  # prompt tokens per second of one worker
 LIMITS = PoolLimits(least=0, most=64)
-# Number of blocks of a worker. All fractions of it that these tests use are whole numbers.
+# Number of blocks of a worker. All fractions of this number in the tests are whole numbers.
 NUM_BLOCKS = 600_000
 
 
@@ -150,8 +150,9 @@ def test_share_of_the_initial_size_is_kept_and_fades() -> None:
         if decision.desired != count:
             sizes.append((now, decision.desired))
         count = decision.desired
-    # The pool at first keeps 65% of its nine initial workers, that is, five workers.
-    # The share falls to 0 in two hours. After about a seventh of that time, it is four workers.
+    # The pool at first keeps 65% of its nine initial workers, that is, five workers. The share
+    # falls to 0 in two hours. After about a seventh of these two hours, the pool keeps four
+    # workers.
     assert sizes[:4] == [(10, 8), (15, 7), (20, 6), (25, 5)]
     assert sizes[4][1] == 4
     assert 1046 < sizes[4][0] < 1066
@@ -386,10 +387,11 @@ arrivals = st.lists(st.tuples(st.floats(0.5, 60), st.integers(0, 10**5)), min_si
 def sizes_of(
     scaler: Autoscaler, arrived: list[tuple[float, int]], cold_start: float
 ) -> list[tuple[float, int]]:
-    """Return occupancy term and desired size after each arrival, for a pool that stays at size 3.
+    """Return (occupancy term, desired size) after each arrival; the pool always has three workers.
 
-    The policy must have `down_step=0`. With another value, a decision to shrink would delay the
-    next one, although the pool here keeps its size.
+    The occupancy term is the number of workers that the arriving tokens need. The policy must have
+    `down_step=0`. With another value, a decision to shrink the pool would delay the next decision
+    to shrink it, although the pool here keeps its size.
     """
     now, total, found = 0.0, 0, []
     for seconds, tokens in arrived:
@@ -481,7 +483,8 @@ def test_periodic_bursts_within_the_memory_do_not_change_the_size(
         {"prefill": LIMITS}, policy=ScalingPolicy(down=20 * every, down_step=0, up=0, headroom=0)
     )
     count, total, sizes = 1, 0, []
-    # The first rates cover less than a whole window. Run until the scaler has forgotten them.
+    # The first rates cover less than a whole window. Run until the autoscaler has forgotten these
+    # rates.
     for step in range(120 + 16 * len(period)):
         now = float(step * every)
         total += period[step % len(period)]

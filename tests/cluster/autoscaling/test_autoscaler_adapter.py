@@ -1,4 +1,4 @@
-"""Inputs of the autoscaler, from routers and worker phases, and reports of its decisions."""
+"""Inputs that the autoscaler gets from routers and worker phases, and reports of its decisions."""
 
 from collections.abc import Sequence
 from dataclasses import replace

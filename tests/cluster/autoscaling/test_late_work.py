@@ -36,7 +36,7 @@ def test_burst_may_be_computed_during_its_interval_and_the_allowed_wait() -> Non
 
 
 def test_late_work_is_dropped_and_does_not_delay_later_work() -> None:
-    """Late work of a burst is dropped; otherwise, it would delay the later work of two workers."""
+    """The late work of a burst is dropped, so two workers complete all later work in time."""
     burst = [(5.0, 100.0), (5.0, 5.0), (5.0, 5.0)]
     lost = 100.0 - 2 * 5.0 - 2 * 4.0
     share = lost / (110.0 * 3600 / 15)

@@ -19,7 +19,7 @@ ANYWHERE: dict[str, str] = {}
 
 
 class FakeRay:
-    """A fake Ray that places a group at check number `looks` if `full` lacks its selector."""
+    """A fake Ray. It places a group at check number `looks`, unless `full` has its selector."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, looks: int = 1) -> None:
         self.looks = looks

@@ -17,7 +17,7 @@ from penstock.workers.config import WorkerConfig
 
 
 class FakeReservation:
-    """A fake reservation, which is lost if `exists` is False."""
+    """A fake reservation of a placement group; the group is lost if `exists` is False."""
 
     def __init__(self) -> None:
         self.exists = True

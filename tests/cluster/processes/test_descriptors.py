@@ -24,6 +24,7 @@ print(inherited, table_size())
 def test_descriptor_table_is_grown_to_its_final_size(limit: int, size: int) -> None:
     command = [sys.executable, "-c", PROGRAM, str(limit)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    # The table never shrinks, and a process inherits it from a parent that has many descriptors.
+    # The table of descriptors never shrinks. A process inherits the table of its parent, which may
+    # have many descriptors.
     inherited, grown = map(int, done.stdout.split())
     assert grown == max(size, inherited)

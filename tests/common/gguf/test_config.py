@@ -58,7 +58,8 @@ def comparable(spec: ModelSpec) -> ModelSpec:
     """Return a spec without the values that a GGUF file expresses in another way.
 
     In place of Llama 3's scaling, a GGUF file has a list of divisors (tested below). In place of
-    the fraction of rotated features, it has their number. Control tokens determine the end tokens.
+    the fraction of features that RoPE rotates, a GGUF file has the number of these features.
+    Control tokens determine the end tokens.
     """
     num_rotated = int(spec.head_dim * spec.rope.rotated_fraction)
     rope = replace(spec.rope, rotated_fraction=float(num_rotated))

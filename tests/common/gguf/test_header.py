@@ -236,7 +236,8 @@ CHANGES = st.lists(
 
 
 MAX_CPU_SECONDS = 2.0
-"""Bound for reading one changed header under `tracemalloc`; a valid one takes some ms."""
+"""Limit of the CPU time for reading one changed header under `tracemalloc`. A valid header takes a
+few milliseconds."""
 
 
 @settings(max_examples=500, suppress_health_check=[HealthCheck.function_scoped_fixture])

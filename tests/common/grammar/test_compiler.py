@@ -104,7 +104,8 @@ BOMBS = [
         "recursion limit exceeded",
     ),
 ]
-"""Schemas that would take exponential time or unbounded depth, and the limit that stops each."""
+"""Schemas that would take exponential time or unbounded depth, each with the limit that the error
+names."""
 
 
 @pytest.mark.parametrize(("bomb", "limit"), BOMBS, ids=range(len(BOMBS)))
