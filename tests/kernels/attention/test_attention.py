@@ -24,7 +24,10 @@ from tests.support.batches import Batch, make_batch, poison
 def forced_form(
     reads_in_place: bool, max_in_place: int = torch_gather.MAX_PADDING
 ) -> Iterator[None]:
-    """Make plans read chunks of up to `max_in_place` positions in place, or gather all KV."""
+    """Make plans read single tokens and contexts of up to `max_in_place` positions in place.
+
+    If `reads_in_place` is False, plans gather all KV instead.
+    """
     with (
         mock.patch.object(attention, "supports_cpu_paged", return_value=reads_in_place),
         mock.patch.object(torch_gather, "MAX_PADDING", max_in_place),
@@ -230,7 +233,7 @@ def test_a_bfloat16_cache_is_computed_in_float32(
         with forced_form(reads_in_place, max_in_place):
             plans = [plan_attention(*batch, x, window, one_path) for x in (narrow, narrow.float())]
         found = paged_attention(query, narrow, plans[0], scores)
-        if one_path:  # torch's own kernels may give other bits for other strides
+        if one_path:  # on other paths, torch's kernels may give other bits for other strides
             wide = paged_attention(query, narrow.float(), plans[1], scores)
             assert torch.equal(found, wide)
         torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-5)

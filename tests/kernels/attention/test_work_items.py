@@ -40,7 +40,7 @@ LENGTHS = st.lists(
     ),
     max_size=8,
 )
-"""(query tokens, context) of each sequence."""
+"""(query tokens, context length) of each sequence."""
 
 WINDOWS = st.sampled_from([0, 1, 100, 128, 1000])
 
@@ -159,7 +159,7 @@ def test_positions_of_a_shared_prefix_are_left_out(
 def test_one_path_partitions_depend_on_the_sequence_only(
     lengths: list[tuple[int, int]], window: int, shape: WorkShape, num_programs: int
 ) -> None:
-    """Each item of `few` computes one partition, which is the same on another device."""
+    """Each item of `few` is one partition, whose bounds depend on neither batch nor device."""
     work = make(lengths, window, True, shape)
     for number, own in enumerate(lengths):
         other = shape._replace(few_programs=num_programs, chunk_programs=num_programs)

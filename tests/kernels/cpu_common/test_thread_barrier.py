@@ -84,7 +84,7 @@ def num_sleeps() -> int:
 
 
 def test_a_thread_that_joins_without_the_others_starts_after_a_limit() -> None:
-    """One thread joins three times: first it starts alone, later it is refused as too late."""
+    """One thread joins three times: it first starts alone, and the later attempts are refused."""
     from penstock.kernels.cpu_common.thread_barrier import BARRIER_WORDS
 
     shared = np.zeros(BARRIER_WORDS, np.int64)

@@ -18,7 +18,7 @@ def interpreter() -> None:
 
 @pytest.fixture(autouse=True)
 def _default_device(request: pytest.FixtureRequest) -> Iterator[None]:
-    """On a GPU, make it the default device of tests that do not use the fixture `device`."""
+    """On a GPU machine, make the GPU the default device of tests without the fixture `device`."""
     if not ON_GPU or "device" in request.fixturenames:
         yield
         return

@@ -38,7 +38,8 @@ from tests.support.devices import DEVICE, ON_GPU, exact_products
 pytestmark = pytest.mark.interpreted
 
 RAGGED = [(1, 1), (5, 5), (1, 33), (0, 9), (1, 64), (20, 50), (1, 65), (2, 40), (9, 9)]
-"""(query tokens, context): no context, decodes, edges of partitions and tiles, an empty chunk."""
+"""(query tokens, context length) of each sequence: chunks without earlier context, decodes, edges
+of partitions and tiles, and an empty chunk."""
 
 
 @pytest.mark.parametrize("window", [0, 7, 40])
@@ -286,7 +287,7 @@ def layout_of(plan: AttentionPlan) -> Layout:
 
 
 def programs(number: int) -> AbstractContextManager[object]:
-    """Plan for a device that runs `number` programs at a time."""
+    """Make plans as for a device that runs `number` programs at a time."""
     return mock.patch.object(triton_plan, "_num_programs", return_value=number)
 
 
@@ -311,7 +312,7 @@ def test_one_path_bits_of_a_sequence_do_not_depend_on_the_batch(window: int) -> 
 @pytest.mark.parametrize("window", [0, 37])
 @pytest.mark.parametrize("scores", [PLAIN, ScoreMod(cap=0.7, sinks=SINKS, slopes=SLOPES)])
 def test_one_path_bits_do_not_depend_on_chunking(scores: ScoreMod, window: int) -> None:
-    """Compare the whole chunk with single tokens and with pieces that fit one tile."""
+    """Single tokens, and pieces that fit one tile, give the same bits as the whole chunk."""
     pieces = [(0, 1), (3, 1), (3, 30), (17, 2), (35, 15), (49, 1)]
     check_one_path([(50, 110), (1, 70), (9, 9)], pieces, window, scores)
 

@@ -14,7 +14,7 @@ def test_logprobs_match_the_reference(
 ) -> None:
     torch.manual_seed(vocab_size)
     logits, tokens = torch.randn(3, vocab_size) * spread, torch.randint(0, vocab_size, (3,))
-    logits[:, 2] = logits[:, 6]  # a tie
+    logits[:, 2] = logits[:, 6]  # equal logits of two tokens
     tokens[0], tokens[1] = logits[0].argmax(), vocab_size - 1
     with poisoned_memory():
         found = logprobs(logits.to(device), tokens.to(device), count)

@@ -74,7 +74,7 @@ def test_matches_the_reference(
 @pytest.mark.parametrize("top_k", [1, 3])
 @pytest.mark.parametrize("num_tokens", [1, 20, 65])
 def test_any_number_of_rows_per_expert(device: torch.device, num_tokens: int, top_k: int) -> None:
-    """Experts get fewer rows than a tile has, about as many, or more, for all three tile sizes."""
+    """The number of rows of an expert is below, near or above each of the three tile sizes."""
     torch.manual_seed(num_tokens)
     x = torch.randn(num_tokens, 24).to(device, torch.float16)
     routed = route(torch.randn(num_tokens, 3, device=device), Routing(top_k))

@@ -18,7 +18,7 @@ from tests.support.poison import poisoned_memory
 
 KINDS: tuple[Kind, ...] = ("int4", "int8", "fp8", "e2m1", "nf4", "fp4")
 SHAPES = [(1, 1, 64, 64), (3, 70, 130, 26), (17, 64, 256, 128), (70, 33, 192, 192)]
-"""Rows, outputs, inputs, inputs per group."""
+"""(rows, outputs, inputs, inputs per group) of each product."""
 
 
 def matrix(
@@ -31,7 +31,7 @@ def matrix(
     codes = torch.randint(0, 256, (outputs, width), dtype=torch.uint8)
     zeros = torch.randint(0, 16, (outputs, count), dtype=torch.uint8)
     if kind == "fp8":
-        codes[codes & 127 == 127] = 3  # NaN
+        codes[codes & 127 == 127] = 3  # replaces codes that are NaN
     if not has_zeros(kind):
         zeros = zeros[:, :0]
     scales = torch.rand(outputs, count) + 0.1

@@ -57,7 +57,8 @@ CORRUPTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 ALL = set(CORRUPTIONS)
 ROWS, RANK, DTYPE = {"rows"}, {"rank"}, {"dtype"}
 REFERENCE = {"rows", "device"}
-"""Exemptions of the first tensor: others are compared with it, so errors name the others."""
+"""Corruptions that are not tested for the first tensor: the other tensors are compared with it, so
+the error names another tensor."""
 
 
 @dataclass(frozen=True)

@@ -112,7 +112,7 @@ def test_filters_match_the_reference(
 ) -> None:
     torch.manual_seed(seed)
     logits = torch.randn(len(rows), vocab_size) * spread
-    logits[:, 5] = logits[:, 80]  # a tie
+    logits[:, 5] = logits[:, 80]  # equal logits of two tokens
     params = sampling_tensors(rows, device)
     with poisoned_memory():
         found = kept(logits.to(device), params).cpu()

@@ -25,10 +25,11 @@ SHAPES = [
     (1, 32, 32), (47, 96, 32), (48, 384, 128), (100, 264, 8), (49, 776, 64), (60, 520, 256),
     (145, 1536, 512), (50, 200, 200), (30, 584, 584),
 ]  # fmt: skip
-"""Outputs, inputs, inputs per group. A block has 256 inputs and a panel 48 outputs."""
+"""(outputs, inputs, inputs per group) of each matrix. A block has 256 inputs, and a panel has 48
+outputs."""
 
 ROWS = (0, 1, 2, 3, 5, 7, 8, 9, 65, 150)
-"""Numbers of rows. Tiles have 1, 2, 4, 6 or 8 rows, and a block of rows has 64."""
+"""Numbers of input rows. Tiles have 1, 2, 4, 6 or 8 rows, and a block of rows has 64."""
 
 
 def matrix(outputs: int, inputs: int, size: int) -> QuantizedMatrix:
@@ -53,9 +54,10 @@ def exact_product(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the product with quantized activations in float64, and a bound of our error.
 
-    Integer sums are exact. Of the float32 operations, each product of a weight and an activation
-    takes part in at most one per run and block of inputs, in two multiplications and in the
-    addition of the bias. u is half a unit in the last place.
+    A run is a range of inputs in one group and one block. The integer sum of a run is exact. Each
+    product of a weight and an activation then takes part in float32 operations: at most one
+    addition for each run and for each block of inputs, two multiplications, and the addition of the
+    bias. The unit roundoff of float32 is u.
     """
     quantized_x = quantize_per_block_reference(x, BLOCK_INPUTS)
     scales = quantized_x.scales.double().repeat_interleave(BLOCK_INPUTS, 1)[:, : x.shape[1]]
@@ -64,7 +66,7 @@ def exact_product(
     groups = given.groups.long()
     weight = (codes.double() - given.zeros[:, groups]) * given.scales[:, groups].double()
     count, u = given.scales.shape[1] + 2 * scales.shape[1] + 3, 2.0**-24
-    # A run is summed as one integer, but runs and blocks are rounded as sums of magnitudes.
+    # The error of each float32 operation is at most u times the sum of the terms' absolute values.
     magnitude = values.abs() @ weight.abs().T + bias.double().abs()
     return values @ weight.T + bias.double(), magnitude * (count * u / (1 - count * u))
 
@@ -86,7 +88,7 @@ def test_product_is_within_the_bound_of_its_float32_operations(
 
 @pytest.mark.parametrize("size", [32, 1024])
 def test_error_of_quantized_activations_is_bounded(size: int) -> None:
-    """An activation is rounded by at most half a step, so each product by that times |W|."""
+    """An activation has an error of at most step / 2, so a product has at most step / 2 x |W|."""
     given = matrix(70, 1024, size)
     x, bias = torch.randn(9, 1024) * torch.rand(9, 1024).mul(4).exp(), torch.zeros(70)
     weight = given.dequantize().double()

@@ -36,9 +36,10 @@ TABLES: dict[Kind, list[float]] = {
 """Values of the codes of bitsandbytes."""
 
 SHAPES = [(1, 32, 32), (47, 96, 32), (48, 384, 128), (49, 200, 100), (145, 578, 289)]
-"""Outputs, inputs, inputs per group. A block of weights has 256 inputs and 48 outputs."""
+"""(outputs, inputs, inputs per group) of each matrix. A block of weights has 256 inputs and 48
+outputs."""
 ROWS = (0, 1, 2, 3, 5, 7, 8, 9, 65, 300)
-"""Numbers of rows. Tiles have 1, 2, 4, 6 or 8 rows, and a block of rows has 64."""
+"""Numbers of input rows. Tiles have 1, 2, 4, 6 or 8 rows, and a block of rows has 64."""
 
 
 def matrix(kind: Kind, outputs: int, inputs: int, size: int, act_order: bool) -> QuantizedMatrix:
@@ -51,7 +52,7 @@ def matrix(kind: Kind, outputs: int, inputs: int, size: int, act_order: bool) ->
     codes = torch.randint(0, 256, (outputs, width), dtype=torch.uint8, generator=generator)
     zeros = torch.randint(0, 16, (outputs, count), dtype=torch.uint8, generator=generator)
     if kind == "fp8":
-        codes[codes & 127 == 127] = 3  # NaN
+        codes[codes & 127 == 127] = 3  # replaces codes that are NaN
     if not has_zeros(kind):
         zeros = zeros[:, :0]
     scales = torch.rand(outputs, count, generator=generator) + 0.1

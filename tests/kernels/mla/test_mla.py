@@ -19,9 +19,10 @@ from penstock.kernels.mla.op import (
 )
 from tests.support.batches import Batch, make_batch, poison
 
-Sizes = tuple[int, int, int, int, int]  # (H, Q, P, V, R), as in the shapes of `mla/op`
+# (H, Q, P, V, R): number of heads; query, rotary and value features of a head; latent rank.
+Sizes = tuple[int, int, int, int, int]
 SMALL = (3, 5, 4, 7, 11)
-DEEPSEEK = (512, 64, 256)  # (R, P, Q + V) of DeepSeek V3
+DEEPSEEK = (512, 64, 256)  # (R, P, Q + V) of DeepSeek V3, see `Sizes`
 
 
 def make_inputs(

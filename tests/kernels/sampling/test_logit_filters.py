@@ -40,7 +40,7 @@ def test_filters_match_the_reference(
 ) -> None:
     torch.manual_seed(seed)
     logits = torch.randn(len(rows), 103) * spread
-    logits[:, 5] = logits[:, 80]  # a tie
+    logits[:, 5] = logits[:, 80]  # equal logits of two tokens
     expected = top_k_top_p_min_p_reference(logits, filter_params(*rows))
     found = logits.clone()
     apply_top_k_top_p_min_p_(found, filter_params(*rows))
@@ -94,7 +94,7 @@ def test_typical_p_matches_the_reference(
 ) -> None:
     torch.manual_seed(seed)
     logits = torch.randn(len(masses), 103) * spread
-    logits[:, 5] = logits[:, 80]  # a tie
+    logits[:, 5] = logits[:, 80]  # equal logits of two tokens
     logits.scatter_(1, torch.rand(logits.shape).topk(num_removed).indices, -torch.inf)
     found = logits.clone()
     apply_typical_p_(found, torch.tensor(masses))

@@ -14,7 +14,7 @@ from penstock.loadtests.chaos.faults import Fault, InjectedFault
 
 
 class StubFaultRunner(FaultRunner):
-    """A runner whose target appears at try number `found_at`; if this is 0, it never appears."""
+    """A runner whose target appears at try number `found_at`; with 0, the target never appears."""
 
     tries = 0
     found_at = 0

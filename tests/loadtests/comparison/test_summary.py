@@ -26,7 +26,8 @@ def test_values_of_a_run_match_hand_computed_ones() -> None:
 
 
 def test_flops_match_hand_computed_values() -> None:
-    # The body computes 8 tokens, and the head 1 token. Each attends to itself and earlier tokens.
+    # The model's body computes 8 tokens, and its head 1 token. Each token attends to itself and to
+    # all earlier tokens.
     prompt = 2 * (1000 * 8 + 500) + 64 * (1 + 2 + 3 + 4 + 5 + 6 + 7 + 8)
     assert COST.prefill(8) == prompt
     answer = 2 * 1500 * 3 + 64 * (9 + 10 + 11)
@@ -36,13 +37,14 @@ def test_flops_match_hand_computed_values() -> None:
 
 def test_limits_match_hand_computed_values() -> None:
     fp32, int8 = engine_run("penstock"), engine_run("openvino-int8")
-    # A short prompt is limited by reading all weights or, at 1 GFLOP/s, by arithmetic.
+    # Reading all weights limits the time of a short prompt; at 1 GFLOP/s, arithmetic limits this
+    # time.
     assert limit(fp32, WORK, COST, "ttft") == pytest.approx(1e3 * 6000 / 10e9)
     fp32.limits["gflops"] = 1.0
     assert limit(fp32, WORK, COST, "ttft") == pytest.approx(1e3 * COST.prefill(16) / 1e9)
     fp32.limits["gflops"] = 100.0
-    # With one stream, each token reads all weights: 6,000 bytes at 10 GB/s. INT8 reads a quarter,
-    # and INT4 an eighth.
+    # With one stream, each token reads all weights: 6,000 bytes at 10 GB/s. INT8 weights have a
+    # quarter of these bytes, and INT4 weights an eighth.
     assert limit(fp32, WORK, COST, "tpot") == pytest.approx(1e3 * 6000 / 10e9)
     assert limit(int8, WORK, COST, "tpot") == pytest.approx(1e3 * 1500 / 10e9)
     int4 = engine_run("penstock-int4")

@@ -23,7 +23,7 @@ from penstock.loadtests.gpu.kernel_tests import (
 from penstock.loadtests.gpu.options import Options
 from tests.support.only_kernels import only_kernels
 
-ENDS = 200.0  # time limit in seconds, which a run of pytest should not reach
+ENDS = 200.0  # time limit in seconds, long enough for any run of pytest here
 
 
 def results_of(folder: Path, *lines: dict[str, Any], end: str = "") -> Results:

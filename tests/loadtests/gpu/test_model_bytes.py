@@ -38,7 +38,7 @@ def test_only_rows_of_untied_embeddings_are_read(tmp_path: Path) -> None:
 
 def test_only_experts_that_get_a_token_are_read(tmp_path: Path) -> None:
     spec = spec_of("moe", tmp_path)
-    experts = 2 * 16 * 128 * 3 * 2048 * 768  # bytes
+    experts = 2 * 16 * 128 * 3 * 2048 * 768  # bytes of all experts
     rest = weight_bytes(spec, BF16, 1) - experts * 8 / 128
     row = 2 * 2048  # bytes of one row of the embeddings
     for batch in (1, 16, 256):

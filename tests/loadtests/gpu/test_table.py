@@ -7,7 +7,7 @@ from tests.loadtests.gpu.test_goals import BOUNDS
 
 
 def shown(outcomes: list[Outcome]) -> str:
-    """Return the sections of the report, without its heading."""
+    """Return the sections of the report, without the report's heading."""
     return report(outcomes, {"device": "x"}, is_small=False).partition("\n\n")[2]
 
 

@@ -1,4 +1,4 @@
-"""CPU time of processes."""
+"""Measurement of the CPU time that processes use."""
 
 import subprocess
 import sys

@@ -47,7 +47,7 @@ async def stream(requests: AsyncIterator[bytes], context: grpc.aio.ServicerConte
 
 @pytest_asyncio.fixture(params=["asyncio", "threads"])
 async def channel(request: pytest.FixtureRequest) -> AsyncIterator[grpc.aio.Channel]:
-    """A channel to a server that has a single thread, or an event loop."""
+    """A channel to a server that runs in an event loop ("asyncio") or in one thread ("threads")."""
     with ThreadPoolExecutor(1) as threads:
         if request.param == "asyncio":
             server = grpc.aio.server(interceptors=[AuthInterceptor(authorize)])

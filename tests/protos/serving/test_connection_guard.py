@@ -51,7 +51,7 @@ class Port:
         self.refused = refused
 
     async def fill(self, stack: AsyncExitStack) -> list[RawHttp2]:
-        """Open as many connections from one address as the port allows in all."""
+        """Open, from one address, as many connections as the port allows for all addresses."""
         return [
             await stack.enter_async_context(raw_http2(self.address, *START, source=STRANGER))
             for _ in range(MAX_CONNECTIONS)
@@ -158,7 +158,8 @@ async def test_connections_of_the_process_to_others_and_other_ports_are_not_coun
             stack.enter_context(other.accept()[0])
             client.setblocking(False)
         await served.check_other_address()
-        # If gRPC still counts the connection of the other address, it closes one of these.
+        # If gRPC still counts the connection of the other address, it closes one of these new
+        # connections.
         await closed_ones(await served.fill(stack), MAX_CONNECTIONS - MAX_PER_ADDRESS)
         with pytest.raises(BlockingIOError):
             client.recv(1)
@@ -180,7 +181,7 @@ async def test_guard_without_a_bound_and_closed_guard_have_no_thread() -> None:
 def test_number_of_descriptors_is_known(
     monkeypatch: pytest.MonkeyPatch, reports_number: bool
 ) -> None:
-    if not reports_number:  # as with Linux before 6.2
+    if not reports_number:  # before 6.2, Linux reports the size 0
         old = SimpleNamespace(stat=lambda path: SimpleNamespace(st_size=0), listdir=os.listdir)
         monkeypatch.setattr(connection_guard, "os", old)
     before = num_descriptors()
@@ -210,7 +211,7 @@ async def test_sockets_are_searched_only_with_more_descriptors_than_the_bound(
 
 
 async def test_reused_number_of_a_counted_socket_is_not_counted_again() -> None:
-    """A descriptor may be closed after it was listed, and its number reused by another guard."""
+    """After a descriptor was listed, it may be closed, and another guard may reuse its number."""
     listener = socket.create_server(("127.0.0.1", 0))
     refused = RefusedConnections("test")
     guard = ConnectionGuard(listener.getsockname()[1], 1, refused)

@@ -1,4 +1,4 @@
-"""gRPC's option in routers and workers, which must be set before gRPC is imported."""
+"""The gRPC option that routers and workers must set before they import gRPC."""
 
 import os
 import subprocess
@@ -22,7 +22,7 @@ pytestmark = [
 MODEL = Path(penstock.__file__).parent / "models" / "demo-small"
 NUM_MESSAGES = 300
 """Number of messages of a test. If the threads of gRPC's pool read the sockets, they make at least
-three context switches per message; otherwise, about 15 in all, and 10 per second."""
+three context switches per message; otherwise, they make about 15 in total, plus 10 per second."""
 
 SCRIPT = f"""
 import asyncio, os, sys

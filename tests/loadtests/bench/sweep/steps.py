@@ -1,4 +1,4 @@
-"""Sweep steps that tests use."""
+"""Steps of `penstock bench --sweep` with made-up results, for tests."""
 
 from penstock.loadtests.bench.metrics import Goals, Outcome
 from penstock.loadtests.bench.sweep.step import Step, step_of

@@ -36,7 +36,7 @@ from penstock.loadtests.simulator.scaling.page import page
     [
         ((1.0, 1.0), 1.09, True),  # within 10%
         ((1.0, 1.0), 1.11, False),
-        ((0.5, 1.5), 1.4, True),  # not within 10% of the mean, but between the two runs
+        ((0.5, 1.5), 1.4, True),  # differs by over 10% from the mean, but is between the two runs
         ((0.5, 1.5), 1.6, False),
         ((1.0,), 0.91, True),
     ],

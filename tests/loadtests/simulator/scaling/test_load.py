@@ -114,7 +114,8 @@ def test_load_shapes_replication_and_prompts() -> None:
     for own in (False, True):
         copies = replicated(turns, 3.0, seed=1, own_blocks=own)
         firsts = Counter(one.blocks[:2] for one in copies)
-        # Two turns of one conversation share blocks. Copies share them only if `own` is False.
+        # The two turns of a conversation share blocks. Copies of the conversation share these
+        # blocks only if `own` is False.
         assert list(firsts.values()) == ([2, 2, 2] if own else [6])
         assert len({one.blocks for one in copies}) == (6 if own else 2)
     shared = [prompt_of(Planned(n, 0.0, 1200, 1, (7, 8, 9 + n))) for n in range(2)]

@@ -45,7 +45,7 @@ def drawn_in(batcher: Batcher, rows: Ints, lengths: Ints) -> Ints:
 
 
 def run_step(batcher: Batcher, plan: StepPlan | None = None) -> StepPlan | None:
-    """Run the step `plan`, or plan a step and run it; return the plan, or None without work."""
+    """Run the step `plan`, by default a new plan; return the plan, or None if there is no work."""
     plan = plan or batcher.plan()
     if plan is not None:
         rows = plan.sampling_rows
@@ -54,7 +54,7 @@ def run_step(batcher: Batcher, plan: StepPlan | None = None) -> StepPlan | None:
 
 
 def skip_steps(batcher: Batcher, most: int) -> int:
-    """Run up to `most` steps at once; return the number of steps, or 0 if there is no work."""
+    """Run a step and skip up to `most - 1` steps. Return the number of steps, 0 without work."""
     plan = batcher.plan()
     if plan is None:
         return 0
@@ -111,7 +111,7 @@ def test_skipped_steps_leave_the_state_of_single_steps(
         for key, (length, max_tokens) in enumerate(lengths)
     ]
     changes = {"block_size": block_size, "max_sequences": max_sequences, "watermark": watermark}
-    # Each sequence fits alone, but not all fit at once: some wait, others are preempted.
+    # Each sequence fits alone, but not all fit together: some wait, others are preempted.
     blocks = num_blocks * 4 // block_size
     compare(news, most, num_blocks=blocks, max_batched_tokens=16, **changes)
 
