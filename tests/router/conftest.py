@@ -41,6 +41,6 @@ async def served(config: RouterConfig) -> AsyncIterator[Served]:
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def shared_served(config: RouterConfig) -> AsyncIterator[Served]:
-    """A router and one mixed worker, shared by all tests of a module (one event loop)."""
+    """A router and one mixed worker; all tests of a module share both and their event loop."""
     async with serving(config, StubWorker()) as served:
         yield served

@@ -169,8 +169,8 @@ async def test_load_metrics_of_a_lost_worker_are_removed(config: RouterConfig) -
 async def test_worker_without_step_bounds_does_not_break_the_scrape(
     config: RouterConfig,
 ) -> None:
-    odd = StubWorker("odd")  # reports counts of step times, without their bounds
-    odd.welcome.step_token_bounds.extend([1, 16])  # bounds of tokens per step, without counts
+    odd = StubWorker("odd")  # reports counts of step times, but no bounds of their buckets
+    odd.welcome.step_token_bounds.extend([1, 16])  # bucket bounds of tokens per step, no counts
     async with serving(config, odd, StubWorker("even")) as served, client_of(served) as http:
         odd.send(pb.ToRouter(step=pb.Step(load=LOAD)))
         await until(lambda: served.router.frontend.take_snapshot().pools[0].running == 3)
@@ -449,7 +449,7 @@ async def test_openmetrics_format_on_request(served: Served) -> None:
         reply = await http.get("/metrics", headers=accept)
     assert reply.headers["content-type"].startswith("application/openmetrics-text")
     families = openmetrics_families(reply.text)  # type: ignore[no-untyped-call]
-    # The worker reports no bounds of tokens per step.
+    # The worker reports no bucket bounds for the histogram of tokens per step.
     expected = {name for name in SERIES if not name.startswith("penstock_step_tokens")}
     assert names(values_of(families)) >= expected
 

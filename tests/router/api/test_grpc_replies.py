@@ -54,7 +54,7 @@ class Call:
         self.task = asyncio.create_task(replies.send())
 
     async def deliver(self, position: int) -> bool:
-        """Deliver a token as `RequestOutput` does; return whether it was written at once."""
+        """Deliver a token as `RequestOutput` does; return whether it was written immediately."""
         write, text = self.stream.idle_writer, f" {position}"
         at_once = write is not None and write(0, 0, position, position, text)
         if not at_once:

@@ -229,7 +229,7 @@ async def test_large_answer_of_tokenize_is_made_in_slices(
         "tokens": expected.ids,
         "token_strs": expected.tokens,
     }
-    # Made in a single callback, the whole answer would take about 0.04 s.
+    # If a single callback made the whole answer, the callback would take about 0.04 s.
     assert callback_times.longest < 0.03
     tokens = {"tokens": expected.ids}
     answer = await post(http, "/detokenize", tokens)

@@ -129,7 +129,7 @@ async def test_wrong_key_is_refused_and_the_right_one_stays_in_the_tab(
         await window.until("document.getElementById('key-dialog').open")
         await window.press("\ue00c")  # Escape must not close the dialog
         assert await window.run("return document.getElementById('key-dialog').open")
-        await window.type("#key", "sesame-of-nobody\ue007")  # Enter
+        await window.type("#key", "sesame-of-nobody\ue007")  # \ue007 is Enter
         await window.until("document.getElementById('key-error').innerText.includes('API key')")
         assert not await window.run(f"return {LIVE}")
         await window.type("#key", f"{OPERATOR}\ue007")
@@ -195,7 +195,7 @@ async def test_page_is_used_with_the_keyboard_alone(config: RouterConfig, window
         await window.until("document.querySelectorAll('#worker-table tbody tr').length === 3")
         reached = []
         for _ in range(45):
-            await window.press("\ue004")  # Tab
+            await window.press("\ue004")  # the Tab key
             reached.append(
                 await window.run(
                     "const e = document.activeElement; return e.id || e.innerText || e.ariaLabel"

@@ -1,4 +1,4 @@
-"""Frames arrive whole, however their bytes are divided."""
+"""Frames between routers and helper processes arrive whole, however their bytes are divided."""
 
 import struct
 

@@ -48,10 +48,10 @@ CALLS: Mapping[str, Sequence[str]] = {
         f"{SECTION_BEGIN}{KIMI_BEGIN}functions.{{}}:0{ARGUMENT_BEGIN}{{}}{KIMI_END}{SECTION_END}"
     ],
 }
-"""Texts of calls in each format that has a grammar, with places for names and arguments."""
+"""Text of a call in each format that has a grammar; {} stands for the name and the arguments."""
 
 FIRST = ("llama3_json", "llama4_json")
-"""Formats whose calls are only at the start of an answer, unless they have a special token."""
+"""Formats whose calls must be at the start of an answer unless they begin with a special token."""
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["text", "special tokens"])

@@ -14,7 +14,7 @@ from tests.support.strict_model import Model
 
 MOST = 128
 MAX_CPU_SECONDS = 1.0
-"""Limit of the helper process that checks a constraint."""
+"""Limit of the CPU time of the helper process that checks a constraint."""
 
 
 def function(index: int) -> Mapping[str, Any]:

@@ -14,7 +14,7 @@ TENANTS = "abc"
 
 
 class World:
-    """A line whose jobs are (tenant, number), and the state of each job."""
+    """A `FairLine` (a queue) whose jobs are (tenant, number), and the state of each job."""
 
     def __init__(self, num_slots: int, slot_size: int) -> None:
         self.line: FairLine[tuple[str, int]] = FairLine(10**9, num_slots, slot_size)

@@ -182,7 +182,7 @@ def test_last_worker_is_closed_as_stuck_although_it_has_the_prompt_of_a_queued_r
         router.arrive(number, num_prompt=3 * size + 1, prompt_hashes={size: hashes})
     assert router.dispatcher.num_queued == 1
     assert closed_streams(router.wait(STUCK_SECONDS + 1, "m")) == [("m", True)]
-    # The index keeps the blocks until WorkerLost.
+    # The prefix index keeps the worker's blocks until the event WorkerLost.
     assert router.dispatcher.prefix_index.num_blocks("m") == 3
     router(Tick())
     assert submits(router.arrive(99, num_prompt=3 * size + 1, prompt_hashes={size: hashes})) == []

@@ -48,7 +48,7 @@ class Router:
 
 
 class Shared:
-    """Mixed workers shared by routers; each router gets its own requests' events, and all loads."""
+    """Mixed workers of several routers. Each router gets its own requests' events and all loads."""
 
     def __init__(
         self,

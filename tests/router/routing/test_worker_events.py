@@ -215,11 +215,11 @@ def test_run_of_tokens_is_appended_as_a_whole_or_not_at_all() -> None:
     assert not append("m", [TokenRun(1, 1, 0, 0, [5, 6])]), "the first token starts the attempt"
     router(Stepped("m", columns_of([NewToken(1, 1, 0, 0, 5), NewToken(2, 1, 0, 0, 6)])))
     for wrong in (
-        ("n", TokenRun(2, 1, 0, 1, [7])),  # wrong worker
-        ("m", TokenRun(2, 2, 0, 1, [7])),  # wrong attempt
-        ("m", TokenRun(2, 1, 1, 1, [7])),  # the request has no such choice
-        ("m", TokenRun(2, 1, 0, 2, [7])),  # a gap
-        ("m", TokenRun(9, 1, 0, 1, [7])),  # there is no such request
+        ("n", TokenRun(2, 1, 0, 1, [7])),  # n does not run request 2
+        ("m", TokenRun(2, 2, 0, 1, [7])),  # request 2 has no attempt 2
+        ("m", TokenRun(2, 1, 1, 1, [7])),  # request 2 has no choice 1
+        ("m", TokenRun(2, 1, 0, 2, [7])),  # position 1 is missing
+        ("m", TokenRun(9, 1, 0, 1, [7])),  # there is no request 9
     ):
         assert not append(wrong[0], [TokenRun(1, 1, 0, 1, [6, 7]), wrong[1]])
     assert append("m", [TokenRun(1, 1, 0, 1, [6, 7]), TokenRun(2, 1, 0, 1, [7, 8])])

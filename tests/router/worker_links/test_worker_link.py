@@ -80,7 +80,7 @@ async def test_large_step_is_posted_in_slices_between_which_others_run(
     monkeypatch.setattr(worker_link, "MAX_EVENT_TOKENS", 4)
     link = link_to(worker, received)
     await until(lambda: received.count(ev.WorkerUp))
-    seen: set[int] = set()  # numbers of delivered events at which another callback has run
+    seen: set[int] = set()  # numbers of delivered Stepped events that another task has seen
 
     async def watch() -> None:
         while received.count(ev.Stepped) < 3:
@@ -209,7 +209,7 @@ async def check_refused(
     words: str,
     token: str = "",
 ) -> None:
-    """Check that the link never comes up, keeps retrying and logs `words`."""
+    """Check that the link delivers no event, keeps retrying and logs `words`."""
     with caplog.at_level("DEBUG", worker_link.__name__):
         link = link_to(worker, received, token or worker.token)
         await until(lambda: caplog.text.count(words) >= 2, caplog.text)

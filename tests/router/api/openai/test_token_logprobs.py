@@ -1,4 +1,4 @@
-"""Log probabilities as JSON."""
+"""Conversion of tokens' log probabilities to the JSON of the OpenAI API."""
 
 import json
 import math

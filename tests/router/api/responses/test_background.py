@@ -1,4 +1,4 @@
-"""The limit on background responses."""
+"""The limit on the number of background responses of a tenant."""
 
 import asyncio
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""The events of background responses."""
+"""The log that stores the events of a background response."""
 
 from functools import partial
 

@@ -109,7 +109,7 @@ def joined(events: Sequence[dict[str, Any]]) -> list[Any]:
 def streamed(setup: Setup, cuts: Sequence[int], with_logprobs: bool, idle: float) -> list[Any]:
     """Return the events of an answer that is split into deltas at `cuts`.
 
-    The formatter gets a single token through `token_chunk` with probability `idle`.
+    If a delta has a single token, `token_chunk` formats it with probability `idle`.
     """
     formatter, texts = setup.formatter(with_logprobs), pieces_of(TOKENS)
     drawn = random.Random(len(cuts))

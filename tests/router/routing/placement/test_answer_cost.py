@@ -96,7 +96,7 @@ def test_one_worker_is_preferred_if_its_steps_are_faster_for_all_sequences() -> 
     # Steps are as fast beside another worker as alone, so several workers are preferred.
     apart = [both(0.010, 0.010), both(0.010, 0.010)]
     assert not prefers_one_worker(apart, [2, 1], 20.0)
-    # Steps on a single worker are only slightly faster.
+    # Steps on a single worker are only slightly faster, so several workers are still preferred.
     even = [both(0.010, 0.011), both(0.010, 0.011)]
     assert not prefers_one_worker(even, [2, 1], 20.0)
 

@@ -55,7 +55,8 @@ def advance(router: Router, seconds: float, **loads: WorkerLoad) -> list[Command
     commands: list[Command] = []
     for _ in range(round(seconds / 0.5)):
         for worker, load in loads.items():
-            steps = round(router.now * 2)  # A step count that grows shows progress.
+            # A growing step count shows that the worker is not stuck.
+            steps = round(router.now * 2)
             commands += router(Stepped(worker, TokenColumns(), load._replace(num_steps=steps)))
         commands += router.wait(0.5, "p", "d", "e")
     return commands
@@ -79,7 +80,7 @@ def test_waiting_request_moves_to_a_worker_with_room_after_a_delay() -> None:
         (FULL, WorkerLoad(free_blocks=64, queued_tokens=100)),
         # `e` has free blocks, but all its sequence slots are taken.
         (FULL, WorkerLoad(free_blocks=64, running=4)),
-        (EMPTY, EMPTY),  # d has room itself and will send Ready
+        (EMPTY, EMPTY),  # d itself has room, so the request stays there
     ],
 )
 def test_waiting_request_stays_unless_another_worker_surely_has_room(
@@ -269,7 +270,7 @@ def test_request_that_yields_for_a_destination_goes_to_another_one() -> None:
 
 
 class DrainMachine(RuleBasedStateMachine):
-    """One request decodes on a draining worker, while other workers come, leave and fall silent."""
+    """A request decodes on a draining worker, while other workers connect, drain, fail or pause."""
 
     @initialize()
     def begin(self) -> None:
@@ -281,7 +282,7 @@ class DrainMachine(RuleBasedStateMachine):
         # Assigned roles by worker name. They also apply to workers that connect later.
         self.assigned: dict[str, str] = {}
         self.connected: set[str] = set()
-        self.destinations: list[str] = []  # workers that have got a Submit and no Drop
+        self.destinations: list[str] = []  # workers that got a Submit and no Drop after it
 
     def apply(self, commands: list[Command]) -> None:
         for command in commands:

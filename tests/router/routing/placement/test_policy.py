@@ -151,7 +151,7 @@ def test_capacity_is_limited_in_sequences_and_blocks() -> None:
     assert not worker.has_capacity(20, 1)
     assert worker.has_capacity(4, 2)
     assert not worker.has_capacity(4, 3)
-    worker.set_usage(2, None)  # None: the worker only keeps a lease, which takes no capacity
+    worker.set_usage(2, None)  # None: the worker only keeps a lease, which uses no capacity
     assert worker.has_capacity(19, 1)
     worker.remove(1)
     assert worker.has_capacity(10_000, 1)

@@ -68,7 +68,8 @@ def test_output_tokens_count_double() -> None:
     queue = FairQueue(Amount(100, 10_000, 10**9))
     queue.add(entry(0, "a"))
     queue.add(entry(1, "b"))
-    # Output tokens count double, so a has used 12, which exceeds the 10 of b's prompt.
+    # Output tokens count double, so tenant "a" has used 12. This is more than 10, the prompt of
+    # "b".
     queue.charge_output("a", 6)
     queue.add(entry(2, "b"))
     assert take_all(queue) == [1, 2, 0]
@@ -150,7 +151,8 @@ def test_retry_time_of_a_tenant_counts_equal_service_of_the_others() -> None:
         queue.add(costly(request, "much", 1000))
     for request in range(40, 50):
         queue.add(costly(request, "little", 300))
-    # Each tenant gets 500 a second. After 6 s, all 3000 of "little" and 3000 of "much" are served.
+    # Each tenant is served a cost of 500 per second. After 6 s, the whole cost of "little" (3000)
+    # is served, and a cost of 3000 of "much".
     assert queue.retry_after(costly(40, "little", 300), 0.0) == pytest.approx(6.0)
     assert queue.retry_after(costly(0, "much", 1000), 0.0) == pytest.approx(43.0)
 
