@@ -15,7 +15,7 @@ PACKAGES = ("cluster", "kernels", "loadtests", "protos", "router", "workers", "p
 
 
 class Row(NamedTuple):
-    """A row of the request path."""
+    """A row of the table that describes the request path."""
 
     number: int
     path: str

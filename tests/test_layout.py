@@ -179,7 +179,7 @@ def test_packages_import_only_what_they_may() -> None:
 
 
 HELD_OUT_QUESTIONS = "penstock.loadtests.quality.questions"
-"""Runs in the source tree only, because the questions are those of `training`."""
+"""This module runs in the source tree only, because its questions are those of `training`."""
 
 
 def test_nothing_is_imported_by_its_folder_name() -> None:
@@ -190,7 +190,7 @@ def test_nothing_is_imported_by_its_folder_name() -> None:
 
 
 RAY_SERVE = "penstock.loadtests.comparison.routers.adapters.on_ray_serve"
-"""Runs under the interpreter of another environment, with that environment's Ray."""
+"""This module runs under the interpreter and with the Ray of another environment."""
 
 
 def test_ray_and_torch_stay_in_their_packages() -> None:

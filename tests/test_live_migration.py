@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.process, pytest.mark.slow, pytest.mark.timeout(1200)]
 MODEL = SHIPPED.parent / "demo-small"
 ROLES = {"p0": "prefill", "d0": "decode", "d1": "decode"}
 NUM_TOKENS = 500
-MIN_TOKENS = 20  # number of tokens that each stream has got before a test acts
+MIN_TOKENS = 20  # number of tokens that each stream must get before a test acts
 NUM_PROMPTS, PROMPT_LENGTH = 6, 200
 BYTES_PER_TOKEN = 2 * 2 * 2 * 32 * 4  # 2 layers x keys and values x 2 heads x 32 features x 4 bytes
 
@@ -60,7 +60,7 @@ class Cluster:
     workers: dict[str, WorkerProcess]
 
     async def answers(self, inputs: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Run all prompts at once and return their answers."""
+        """Run all prompts at the same time and return their answers."""
         return list(await asyncio.gather(*(Stream().read(self.router, each) for each in inputs)))
 
     def running_by_worker(self) -> dict[str, int]:

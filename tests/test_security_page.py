@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 CLASSES = range(1, 27)
 OPEN = {3, 16, 17}
-"""Classes that are open in part; the page says in which."""
+"""Numbers of the vulnerability classes that are partly open; the page says which part is open."""
 
 
 class Row(NamedTuple):

@@ -23,7 +23,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def is_clock(node: ast.expr, names: set[str]) -> bool:
-    """Return True if an expression is a clock reading or computed from one by arithmetic.
+    """Return True if an expression is a clock reading, or computed from a reading by arithmetic.
 
     `names` are variables that hold such values.
     """

@@ -18,7 +18,8 @@ ARCHITECTURES: dict[str, str] = {
     kind: name if isinstance(name, str) else name[0]
     for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()
 }
-"""Architecture by `model_type`; of a tuple of architectures, the first."""
+"""Architecture of each `model_type`; if `transformers` lists several architectures, the first
+one."""
 
 NUM_LAYERS = 3
 WINDOW = 13
@@ -155,7 +156,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     **{kind: {"pad_token_id": 1} for kind in ROBERTAS},
     "xmod": {"pad_token_id": 1, "default_language": "en_XX"},
 }
-"""Further settings. Some are required; others let the tests cover more code."""
+"""Further settings by `model_type`. Some are required; others let the tests cover more code."""
 
 
 def is_reviewed(kind: str) -> bool:
@@ -178,7 +179,8 @@ all its layers, which its own layer classes refuse.
 """
 
 KINDS: dict[str, str] = {name: kind for kind, name in ARCHITECTURES.items()}
-"""`model_type` by architecture. If two share a name, the last one, of the text part, is used."""
+"""`model_type` of each architecture. If several model types have the same architecture, the last
+one, that of the text part, is used."""
 
 
 def small_config(kind: str) -> Any:

@@ -35,9 +35,10 @@ class AttachedRouter:
         self.received: list[wire.ToRouter] = []
         # Keys are (request, attempt), or (request, attempt, choice) for choices above 0.
         self.answers: dict[tuple[int, ...], list[int]] = defaultdict(list)
-        self.positions: dict[tuple[int, ...], int] = {}  # next token index, by answer
+        self.positions: dict[tuple[int, ...], int] = {}  # index of the next token of each answer
         self.finishes: dict[tuple[int, ...], int] = {}
-        self.rejected: dict[tuple[int, int], str] = {}  # reasons by (request, attempt)
+        # Reason of each rejection, by (request, attempt).
+        self.rejected: dict[tuple[int, int], str] = {}
         self.load = wire.Load()
         self.closed: grpc.aio.AioRpcError | None = None
         self._changed = asyncio.Condition()

@@ -57,7 +57,7 @@ def make_case(
     dtype: torch.dtype = torch.float32,
     cached: str | None = None,
 ) -> tuple[Tensor, Tensor, Batch]:
-    """Return a query, a layer of the cache in the format `cached` (None: floats), and a batch."""
+    """Return a query, a cache layer in the format `cached` (if None, floats), and a batch."""
     num_heads, group, head_dim = heads
     batch, num_blocks = make_batch(lengths, block_size, seed=len(lengths))
     batch = within_bounds(batch, num_blocks)

@@ -23,10 +23,10 @@ class BatcherRequest:
     params: SamplingParams
     salt: bytes
     answers: list[tuple[list[int], FinishReason]]  # reference answers, one per choice
-    worker: BatcherWorker  # worker that has the current attempt
+    worker: BatcherWorker  # worker that runs the current attempt
     logs: list[list[int]]
     ended: list[bool]
-    known: int = 1  # prompt logprobs are known below this position
+    known: int = 1  # the prompt logprobs of all positions below this one are known
     attempt: int = 0
     state: str = "submitted"  # "submitted", "receiving", "yielded" or "done"
     lease: tuple[BatcherWorker, Key, int] | None = None  # (worker, key, kv_len) of the lease

@@ -23,10 +23,11 @@ class BatcherWorker:
         # Blocks of dropped sequences that a transfer still writes.
         self.abandoned: dict[Key, Ints] = {}
         self.dropped: set[Key] = set()
-        self.num_ahead = 0  # steps planned while another was in flight
-        self.num_copies = 0  # blocks copied before a sequence wrote to them
-        self.num_forks = 0  # rows that sampled their first token from another row's logits
-        self.num_moved = 0  # beams that continued another beam's tokens
+        self.num_ahead = 0  # number of steps planned while another step was in flight
+        self.num_copies = 0  # number of blocks copied before a sequence wrote to them
+        # Number of rows that sampled their first token from another row's logits.
+        self.num_forks = 0
+        self.num_moved = 0  # number of beams that continued another beam's tokens
 
     def plan_step(self) -> None:
         """Plan a step. If a step is in flight, plan the next one, unless it is planned already."""

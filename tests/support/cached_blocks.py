@@ -33,7 +33,7 @@ def cache(pool: BlockPool, names: tuple[int, ...]) -> Ints:
 
 
 def forget(pool: BlockPool, blocks: Ints) -> None:
-    """Unpublish cached blocks."""
+    """Unpublish cached blocks, so that no prompt finds them."""
     pool.retain(blocks, State.USED)
     pool.forget(blocks)
     pool.release(blocks, State.USED)

@@ -20,7 +20,7 @@ TESTS = str(Path(__file__).resolve().parents[1])
 class CallbackTimes:
     """The callbacks that took longer than `limit_seconds`, except those of the tests themselves.
 
-    Start-up, the stub workers and the clients are coroutines of the tests.
+    The tests themselves run coroutines for start-up, the stub workers and the clients.
     """
 
     def __init__(self, limit_seconds: float) -> None:

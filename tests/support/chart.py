@@ -1,4 +1,4 @@
-"""Render the Helm chart and check it against schemas and our own rules.
+"""Render the Helm chart, and check the result against schemas and our own rules.
 
 Problems are returned as a list of lines, which is empty for a correct chart.
 """
@@ -21,7 +21,7 @@ CRDS = ROOT / "tests" / "helm" / "crds"  # schemas of custom resources, without 
 """Folders with schemas of custom resources; one kind may have a file for each supported version."""
 EXAMPLES = sorted(path.stem for path in (CHART / "examples").glob("*.yaml"))
 MODES = ("kuberay", "standalone")
-KUBERNETES = ("1.27", "1.37")  # oldest supported version (Chart.yaml) and newest one
+KUBERNETES = ("1.27", "1.37")  # oldest supported (Chart.yaml) and newest version
 
 PROMETHEUS = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
 """Selector of Prometheus's pods, in the form that the chart's values use."""

@@ -31,7 +31,8 @@ _READS = (
     *("item", "_local_scalar_dense", "nonzero", "bincount", "unique", "masked_select", "equal"),
     "resolve_neg",  # `tolist` and `numpy` call this operation
 )
-"""Operations that wait for a device. `cpu()` is not among them: here the device is a CPU."""
+"""Operations that wait for a device. This set does not contain `cpu()`, because here the device is
+a CPU."""
 
 _WITHOUT_VALUES = ("empty", "new_empty", "empty_like", "new_empty_strided", "empty_strided")
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 DEVICE = torch.device(os.environ.get("PENSTOCK_TEST_DEVICE", "cpu"))
-"""Value of the fixture `device`."""
+"""Device on which kernel tests run; the fixture `device` returns it."""
 
 ON_GPU = DEVICE.type != "cpu"
 

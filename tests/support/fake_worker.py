@@ -93,7 +93,7 @@ class Transfer:
     """A KV transfer in progress."""
 
     send: Send
-    kv: tuple[int, ...] | None  # None if the lease no longer existed
+    kv: tuple[int, ...] | None  # tokens whose KV is sent; None if the lease no longer existed
 
 
 Name = tuple[int, int]  # (request, attempt)

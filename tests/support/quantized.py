@@ -278,7 +278,7 @@ FORMS = WEIGHT_ONLY | INT8_PRODUCTS
 
 
 FLOAT = Form({}, lambda weight: ({"weight": weight}, weight))
-"""No quantization."""
+"""The form of weights that are not quantized."""
 
 
 FLOAT_MODULES = ("embed_tokens", "embeddings", "wte", "lm_head", ".gate", "shared_expert_gate")

@@ -181,7 +181,7 @@ def answer(engine: Engine) -> Answers:
 
 
 GAP = 1e-3
-"""Difference of log-probabilities below which two tokens may swap places."""
+"""If the log-probabilities of two tokens differ by less than this, either token may be chosen."""
 
 
 def agree(found: Answers, expected: Answers) -> None:

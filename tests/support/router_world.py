@@ -115,8 +115,9 @@ class World:
         self.num_skipped = 0
         self.num_stuck = 0  # number of workers that were reported as stuck
         self.superseded: set[tuple[int, int]] = set()  # superseded attempts as (request, attempt)
-        self.first_cached: dict[int, int] = {}  # first number of cached tokens by request
-        self.placed: dict[tuple[int, int], str] = {}  # worker by (request, attempt)
+        # First reported number of cached tokens of each request.
+        self.first_cached: dict[int, int] = {}
+        self.placed: dict[tuple[int, int], str] = {}  # worker of each (request, attempt)
         self.history: list[tuple[Event, float, list[Command]]] = []
         self._num_started = 0
         for info in infos:

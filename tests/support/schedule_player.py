@@ -14,7 +14,8 @@ from penstock.workers.scheduling.sequence import NewSequence, Sibling
 from tests.support.threads import threads
 
 Bits = dict[tuple[int, int], list[Any]]
-"""(request, choice) -> tokens with logprobs; (request, -1) -> the prompt's logprobs."""
+"""Results by key: (request, choice) has tokens with logprobs, and (request, -1) the prompt's
+logprobs."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Schedule:
     """Arrival times of requests, and limits on each step."""
 
     max_batched_tokens: int = 64
-    num_blocks: int | None = None  # None: the engine's number of blocks
+    num_blocks: int | None = None  # None means the engine's own number of blocks
     # Step at which each request arrives. If empty, all requests arrive at step 0.
     arrivals: tuple[int, ...] = ()
     # Requests that are dropped and resumed, with the number of steps before the drop.

@@ -178,7 +178,7 @@ PROBE_NAME = re.compile("[a-z0-9_]{8}")
 def _is_probe(path: Path) -> bool:
     """Return whether Python wrote this file only to find out if it can write to the folder.
 
-    Python deletes such a file at once, unless the process is killed at that moment.
+    Python deletes such a file immediately, unless the process is killed at that moment.
     """
     with suppress(FileNotFoundError, IsADirectoryError):
         return PROBE_NAME.fullmatch(path.name) is not None and path.read_bytes() in (b"", b"blat")

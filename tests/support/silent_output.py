@@ -1,4 +1,4 @@
-"""A request output that discards its tokens; `OpenRequests` counts them in `choices`."""
+"""A request output that discards its tokens; `OpenRequests` counts the tokens in `choices`."""
 
 from typing import cast
 

@@ -1,4 +1,4 @@
-"""A CPU that acts as a GPU: it launches, captures and replays steps, and computes at once."""
+"""A CPU that acts as a GPU: it launches, captures and replays steps, and computes immediately."""
 
 import threading
 from collections.abc import Callable

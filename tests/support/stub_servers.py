@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from penstock.protos import inference_pb2, inference_pb2_grpc
 
-START_SECONDS = 30.0  # seconds
+START_SECONDS = 30.0  # time limit in seconds for the start or the end of a server
 
 
 @dataclass
@@ -25,14 +25,15 @@ class Behaviour:
     """Behaviour of the stub, and a record of its requests."""
 
     per_message: int = 1  # number of tokens in each message
-    refuse: int = 0  # n: refuse every n-th request; 0: refuse none
-    refuse_after: int | None = None  # n: answer n requests and refuse all later ones
-    break_after: int | None = None  # n: end the answer with an error after n messages
-    crash_after: int | None = None  # n: raise an exception in the handler after n messages
-    end_after: int | None = None  # n: cut the answer off after n messages, without error
-    skip: bool = False  # True: leave out one token position
-    shorter_by: int = 0  # n: end answers n tokens before max_tokens
-    hang: bool = False  # True: never answer
+    refuse: int = 0  # refuse every n-th request, where n is this value; 0 means none
+    refuse_after: int | None = None  # refuse all requests after this number of requests
+    break_after: int | None = None  # end an answer with an error after this number of messages
+    # Raise an exception in the handler after this number of messages.
+    crash_after: int | None = None
+    end_after: int | None = None  # cut an answer off after this number of messages, without error
+    skip: bool = False  # True: leave out one token position of each answer
+    shorter_by: int = 0  # number of tokens by which answers are shorter than max_tokens
+    hang: bool = False  # True: never answer a request
     usage: bool = True
     vocab_size: int = 1000
     max_model_len: int = 4096

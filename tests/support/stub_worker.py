@@ -109,7 +109,7 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
         self.stepping = asyncio.Event()  # steps run only while this event is set
         self.stepping.set()
         self.steps = pb.StepRecords()  # reply to a request for step records
-        self.reject: pb.Rejected | None = None  # None, or the reply to every Submit
+        self.reject: pb.Rejected | None = None  # reply to every Submit; None to accept them
         self.hellos: list[pb.Hello] = []
         self.submits: list[pb.Submit] = []
         self.drops: list[pb.Drop] = []
@@ -138,7 +138,7 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
         return self.address
 
     async def stop(self) -> None:
-        """Break every stream at once, as a killed process does."""
+        """Break every stream immediately, as if the process had been killed."""
         if self._server is not None:
             await self._server.stop(grace=None)
             self._server = None

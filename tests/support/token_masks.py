@@ -1,4 +1,4 @@
-"""Random cases of token masks."""
+"""Random logits and token masks, as cases for tests."""
 
 from dataclasses import dataclass
 
@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 @dataclass(frozen=True)
 class MaskCase:
-    logits: torch.Tensor  # [R, V]
-    rows: torch.Tensor  # [M]
-    words: torch.Tensor  # [M, W]
+    logits: torch.Tensor  # [R, V]: R rows, a vocabulary of V tokens
+    rows: torch.Tensor  # [M]: the rows to mask
+    words: torch.Tensor  # [M, W]: a mask for each of these rows, as words of 32 bits
 
 
 @st.composite

@@ -1,4 +1,4 @@
-"""A chat with tools, and a chat template that writes all parts of it."""
+"""A chat with tools, and a chat template that writes all parts of the chat."""
 
 from typing import Any
 

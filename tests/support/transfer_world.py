@@ -103,7 +103,7 @@ class Channel:
 
 
 def cells(rectangle: LayerHeadRange, start: int, stop: int) -> set[tuple[int, int, int]]:
-    """Return (layer, head, position) of each cell of a rectangle over positions [start, stop)."""
+    """Return each (layer, head, position) in a rectangle of layers and heads, at [start, stop)."""
     layers = range(rectangle.first_layer, rectangle.last_layer)
     heads = range(rectangle.first_head, rectangle.last_head)
     return set(product(layers, heads, range(start, stop)))
@@ -119,7 +119,7 @@ class TransferWorld:
         self.drained: deque[tuple[int, int]] = deque()  # drained epochs as (rank, epoch)
         self.expected: dict[int, ExpectedTransfer] = {}
         self.results: dict[int, TransferResult] = {}
-        self.written: dict[int, set[tuple[int, int, int]]] = {}  # written cells by epoch
+        self.written: dict[int, set[tuple[int, int, int]]] = {}  # written cells of each epoch
         self.channels: list[Channel] = []
         self.num_incarnations = 1
         self.fault = ""  # fault that applies to the next data message

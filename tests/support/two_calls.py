@@ -24,7 +24,7 @@ FUNCTIONS: Sequence[Mapping[str, Any]] = [
     }
     for name in ("add", "mul")
 ]
-"""The functions of all calls here."""
+"""The functions that are called in the answers of this file."""
 
 FIRST, SECOND = ("add", {"a": 17, "b": 25}), ("mul", {"a": 3})
 
@@ -130,4 +130,5 @@ WRITERS: Mapping[str, Sequence[Callable[..., str]]] = {
     "llama4_pythonic": [_PYTHON, lambda *calls: f"<|python_start|>{_PYTHON(*calls)}<|python_end|>"],
     "openai": [_each(_harmony, between="<|start|>assistant")],
 }
-"""Functions that write an answer with the given calls, in each way of writing of a format."""
+"""For each format: functions that write an answer with the given calls, one function for each way
+of writing."""

@@ -49,7 +49,7 @@ def test_step_writes_only_its_own_slots(decoder: Decoder) -> None:
 
 
 def test_sequence_continues_from_copied_blocks(decoder: Decoder) -> None:
-    """Copying a sequence's blocks to other blocks of another cache does not change its logits."""
+    """Copying a sequence's blocks to other blocks of another cache leaves the logits unchanged."""
     planner = Planner(PROMPTS, max_new=2)
     cache = make_cache(decoder, planner.num_blocks)
     runner = ModelRunner(decoder, cache)

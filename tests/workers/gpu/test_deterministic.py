@@ -31,8 +31,9 @@ pytestmark = [
 ]
 
 FAMILIES = ("llama", *(("gpt-oss", "deepseek") if ON_GPU else ()))
-"""Dense; sliding window, sinks and grouped experts; MLA. The last two take minutes to interpret, so
-on a CPU only tests of single kernels cover them."""
+"""A dense model; a model with a sliding window, sinks and grouped experts; a model with MLA. The
+last two take minutes to interpret, so on a CPU only tests of single kernels cover their
+features."""
 
 DTYPES = ("float32", "bfloat16") if ON_GPU else ("float32",)
 SPLIT = 32  # positions per partition; a request has several partitions

@@ -47,11 +47,13 @@ def test_largest_step_reaches_its_limits(sizes: StepLimits) -> None:
 
 def test_graph_bytes_are_the_shared_pool_and_the_cost_of_each_graph() -> None:
     assert graph_bytes([1000, 700, 690], 35) == 300 + 34 * 10
-    # The driver allocated 32 for four graphs at once, so each of the other 34 is estimated at 8.
+    # The driver allocated 32 bytes for four graphs together, so each of the other 34 graphs is
+    # estimated at 8 bytes.
     assert graph_bytes([1000, 700, 700, 668, 668, 668], 35) == 300 + 34 * 8
     assert graph_bytes([1000, 700], 1) == 300
     assert graph_bytes([], 35) == 0  # no graph was captured
-    assert graph_bytes([1000, 1010, 1020], 35) == 0  # another process has freed memory meanwhile
+    # As if another process freed memory during the captures.
+    assert graph_bytes([1000, 1010, 1020], 35) == 0
 
 
 def test_profile_leaves_neither_graphs_nor_cache_behind(

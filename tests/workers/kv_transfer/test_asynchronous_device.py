@@ -1,7 +1,8 @@
 """KV transfers on a device that completes work late, as a GPU does.
 
 The tests check that reports are sent, and buffers reused, only after the work has completed. The
-lane (CUDA stream) of these tests runs work at once, but reaches a mark only when the test says so.
+lane (CUDA stream) of these tests runs work immediately, but reaches a mark (CUDA event) only when
+the test lets it.
 """
 
 import threading

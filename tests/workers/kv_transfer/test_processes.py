@@ -71,8 +71,8 @@ async def test_request_is_recomputed_if_its_source_is_killed_while_sending(
         await moving.submit()
         received = pools.decode.load.bytes_received
         await moving.send()
-        # Wait until some of the 21 messages have been received, but not all of them.
-        # Loads are reported with steps, so run short requests meanwhile.
+        # Wait until some of the 21 messages have been received, but not all of them. A worker
+        # reports its load with each step, so short requests run meanwhile to cause steps.
         while pools.decode.load.bytes_received == received:
             await pools.answer_without_transfer(PROMPT[:2], 2)
         await prefill.kill()

@@ -29,7 +29,7 @@ def int8_loops(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def loaded(folder: Path, quantization: str = "none") -> set[str]:
-    """Return the loaded groups of loops, of those that only some forms of weights need."""
+    """Return the names of the loaded groups of loops that only some forms of weights need."""
     config = WorkerConfig("w", folder, quantization=quantization)
     return {each.name for each in _loop_groups(config, CPU)} & (WEIGHT_ONLY | INT8 | INT4)
 

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 PROMPT = [5 + (7 * i) % 290 for i in range(40)]
 MANY = tuple(range(2, VOCAB_SIZE, 9))
-"""Stop tokens, enough of them that searches of random models end at one."""
+"""Stop tokens: so many that the searches of random models end at a stop token."""
 
 
 def params_of(width: int, max_tokens: int, **given: Any) -> SamplingParams:

@@ -149,13 +149,13 @@ def test_masks_filled_beside_the_step_are_those_of_the_step() -> None:
     indices = np.ones(2, np.int32)
     masks.begin(rows, indices, history)
     found = masks.take(rows, indices, history)
-    second = masks.take(rows, indices, history)  # not begun
+    second = masks.take(rows, indices, history)  # without a `begin` for this call
     assert found is not None
     assert second is not None
     assert found.at.tolist() == second.at.tolist() == [0]
     assert np.array_equal(found.words, second.words)
     masks.begin(rows, indices, history)
-    # The begun masks are for other rows, and row 1 by itself has no mask.
+    # `begin` filled the masks of other rows, and row 1 alone needs no mask.
     assert masks.take(rows[1:], indices[1:], history) is None
 
 

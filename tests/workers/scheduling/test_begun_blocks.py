@@ -135,7 +135,8 @@ def test_partly_filled_blocks_are_not_reported_to_routers() -> None:
     assert report.snapshot is not None
     assert not report.snapshot.hashes
     served(bench, "after", [5, 6, 7], 1)
-    bench.batcher.pool.take(bench.batcher.pool.num_available, State.USED)  # evicts all
+    # This evicts all cached blocks.
+    bench.batcher.pool.take(bench.batcher.pool.num_available, State.USED)
     assert reporter.report() is None
 
 
@@ -145,7 +146,8 @@ def test_prompt_that_returns_after_many_similar_ones_is_published_once() -> None
         served(bench, f"request {number}", [1, last], 1)
     bench.batcher.check()
     assert bench.batcher.load().cached_blocks == MAX_COMPARED + 1
-    bench.batcher.pool.take(bench.batcher.pool.num_available, State.USED)  # evicts all
+    # This evicts all cached blocks.
+    bench.batcher.pool.take(bench.batcher.pool.num_available, State.USED)
 
 
 def test_failed_sequence_leaves_no_partly_filled_block() -> None:

@@ -108,7 +108,7 @@ def test_check_detects_wrong_block_counts() -> None:
 
 @dataclass(eq=False)
 class Held:
-    """A holder's blocks in order, and names for those of its blocks that are published."""
+    """A holder's blocks in order, and the names of the published blocks among them."""
 
     hold: Hold
     blocks: Ints
@@ -122,7 +122,8 @@ class PoolMachine(RuleBasedStateMachine):
         super().__init__()
         self.pool = BlockPool(10)
         self.held: list[Held] = []
-        self.content: dict[int, tuple[int, ...]] = {}  # names of the prefix by published block
+        # For each published block, the names of all blocks up to this block.
+        self.content: dict[int, tuple[int, ...]] = {}
 
     def pick(self, data: st.DataObject, *holds: Hold) -> Held | None:
         among = [held for held in self.held if held.hold in holds]

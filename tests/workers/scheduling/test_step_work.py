@@ -1,4 +1,4 @@
-"""`step_work` equals a count over every token of a plan."""
+"""`step_work` returns the same counts as a loop over every token of a plan."""
 
 from itertools import pairwise
 

@@ -159,7 +159,7 @@ async def test_cache_events_for_a_slow_router_are_bounded_and_leave_a_gap() -> N
     assert session.stream_end is None
     cache = merged.step.cache
     assert cache.ByteSize() <= MAX_CACHE_BYTES_WAITING
-    assert cache.first > 0  # the router expects number 0, so it notices the gap
+    assert cache.first > 0  # the router expects number 0, so the router detects the gap
     assert cache.first + len(cache.changes) == 1000
 
 

@@ -146,7 +146,8 @@ async def test_address_with_all_its_connections_does_not_keep_others_out(
         ]
         async with grpc.aio.insecure_channel(worker.address, NEW_CONNECTION) as channel:
             silent = channel.stream_stream(STEPS)(metadata=TOKEN, wait_for_ready=True)
-            assert await status_of(silent) is grpc.StatusCode.DEADLINE_EXCEEDED  # set by the worker
+            # The worker sets this status.
+            assert await status_of(silent) is grpc.StatusCode.DEADLINE_EXCEEDED
             assert "no message arrived" in await silent.details()
         await until(lambda: sum(not each.is_closed for each in opened) == MAX_PER_ADDRESS)
 

@@ -45,18 +45,18 @@ STACKED = CONFIG | {
     "num_experts_per_tok": 2,
     "sliding_window": 32,
 }
-"""gpt-oss; the stack of gate and up has 16 experts of 4.7 MB in float32."""
+"""Configuration of gpt-oss. The stack of gate and up has 16 experts, each of 4.7 MB in float32."""
 
 LARGEST = 2 * INNER * HIDDEN * 4
-"""Bytes of the largest product of a layer, gate and up, in float32."""
+"""Bytes of the largest linear layer, the fused gate and up, in float32."""
 
 BUFFERS = 12 << 20
-"""Bytes for the buffer of the file, and for rows that are being converted."""
+"""Allowed bytes for the buffer of the file, and for rows that are being converted."""
 
 PACKED = CONFIG | {"hidden_size": 1024, "intermediate_size": 8192, "num_attention_heads": 16,
                    "num_key_value_heads": 16}  # fmt: skip
 GATE_AND_UP = 2 * 1024 * 8192
-"""Weights of gate and up; as codes, they have at most a quarter of the bytes of float32."""
+"""Number of weights of gate and up. Their codes take at most a quarter of the bytes of float32."""
 
 LOAD = """
 import sys
@@ -103,7 +103,7 @@ def test_peak_is_the_finished_size_plus_two_products(tmp_path: Path, quantizatio
 def test_stacked_experts_are_quantized_one_by_one(
     tmp_path: Path, quantization: str, bytes_per_weight: float
 ) -> None:
-    """Beside finished layers, at most a stack of codes and two experts' floats are held."""
+    """Besides finished layers, memory holds at most one stack of codes and two experts' floats."""
     folders = (make(tmp_path / "warm", 1, STACKED), make(tmp_path / "model", 2, STACKED))
     peak, finished = memory_of(folders, quantization)
     expert = 2 * HIDDEN * HIDDEN
@@ -152,7 +152,7 @@ def mxfp4_tensors(outputs: int, inputs: int) -> dict[str, Tensor]:
 
 
 def nf4_tensors(outputs: int, inputs: int) -> dict[str, Tensor]:
-    """Return tensors with double quantization."""
+    """Return the tensors of an NF4 module whose scales are quantized too (double quantization)."""
     size = outputs * inputs
     state = {
         "quant_type": "nf4", "blocksize": 64, "dtype": "float16", "shape": [outputs, inputs],
@@ -178,7 +178,8 @@ METHODS: dict[str, tuple[dict[str, Any], Callable[[int, int], dict[str, Tensor]]
     "mxfp4": (mxfp4(activations=False).config, mxfp4_tensors, 0.5),
     "nf4": (bitsandbytes("nf4", nested=True).config, nf4_tensors, 0.5),
 }
-"""Quantization config, the tensors of a module of a size, and bytes of codes per weight."""
+"""For each method: its quantization config, a function that makes the tensors of a module, and the
+bytes of the codes per weight."""
 
 
 def make_packed(folder: Path, layers: int, method: str) -> Path:
@@ -212,7 +213,7 @@ def test_peak_of_quantized_weights_is_the_finished_size_plus_two_products(
     peak, finished = memory_of(folders, "none")
     assert peak <= finished + 2 * GATE_AND_UP * METHODS[method][2] + BUFFERS
     size = (folders[1] / "model.safetensors").stat().st_size
-    assert finished < 1.25 * size  # larger than the file, because scales are held in float32
+    assert finished < 1.25 * size  # scales are in float32, so larger than the file
 
 
 def test_peak_of_dequantized_gguf_weights_is_the_finished_size_plus_two_products(
@@ -226,7 +227,7 @@ def test_peak_of_dequantized_gguf_weights_is_the_finished_size_plus_two_products
     peak, finished = memory_of((files[0], files[1]), "none")
     assert peak <= finished + 2 * LARGEST + BUFFERS
     stored = (tmp_path / "model" / "model.safetensors").stat().st_size
-    assert finished < 1.05 * stored  # as in float32
+    assert finished < 1.05 * stored  # about the bytes of the weights in float32
 
 
 @pytest.mark.skipif(not has_avx512(), reason="needs AVX-512")

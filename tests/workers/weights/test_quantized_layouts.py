@@ -124,8 +124,9 @@ def rank(folder: Path, coord: MeshCoord) -> Decoder:
 CUT_INSIDE_A_UNIT = {
     *("fp8-blocks", "fp8-block-dynamic", "packed-4-asymmetric", "packed-8-asymmetric", "awq")
 }
-"""Forms whose groups of 64 or 128 inputs two ranks would cut: `down_proj` has 320 inputs. With a
-table of groups (GPTQ), a rank holds the scales of all groups, so any cut is possible."""
+"""Forms whose groups of 64 or 128 inputs would be cut if two ranks divided the 320 inputs of
+`down_proj`. With a table of groups (GPTQ), a rank holds the scales of all groups, so any cut is
+possible."""
 
 
 WHOLE_BLOCKS = {

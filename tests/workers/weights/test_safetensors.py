@@ -104,7 +104,8 @@ def test_truncated_file_is_refused(tmp_path: Path) -> None:
 
 
 MAX_CPU_SECONDS, MAX_BYTES = 1.0, 1 << 20
-"""Bounds for reading one header of a few hundred bytes; a valid one takes well below 1 ms."""
+"""Limits of CPU time and memory for reading one header of a few hundred bytes. A valid header takes
+well below 1 ms."""
 
 HOSTILE = (b"0", b"9" * 9, b"1e9", b"[", b"{", b'"', b",", b":", b"null", b"\\ud800", b"\xff\xff")
 

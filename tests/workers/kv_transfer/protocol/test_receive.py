@@ -189,7 +189,7 @@ def test_reconnected_source_fails_only_the_transfers_that_it_has_begun() -> None
     assert CloseSource(generation) in target.protocol.commands()
     target.protocol.on_drained(0, begun)
     assert "opened another channel" in target.reasons()[begun]
-    target.announce(generation, later)  # ignored: the source announces it on its closed channel
+    target.announce(generation, later)  # ignored, because the source's first channel is closed
     assert target.protocol.commands() == []
     target.announce(again, later)
     assert len(of(target.protocol.commands(), ReceivePiece)) == 2

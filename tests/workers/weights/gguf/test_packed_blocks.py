@@ -163,7 +163,8 @@ def test_packed_weights_take_little_more_than_their_bytes_in_the_file(
         assert isinstance(linear.packed, DequantizingLinear)
         assert linear.weight.numel() == 0
         fields = linear.packed.codes, linear.packed.scales, linear.packed.zeros
-        padded = len(linear.packed.bias) / linear.packed.num_outputs  # panels of 48 outputs
+        # Outputs are padded to panels of 48.
+        padded = len(linear.packed.bias) / linear.packed.num_outputs
         num_bytes += sum(each.nbytes for each in fields) / padded
         stored += sum(entries[f"{name}.weight"].num_bytes for name in names)
     assert num_bytes == pytest.approx(ratio * stored)
