@@ -121,7 +121,7 @@ async def test_int8_cache_has_almost_twice_the_capacity_of_bfloat16_in_the_same_
         kv_tokens = status["workers"][0]["numbers"]["kv_tokens"]
         sequences[name] = kv_tokens / engine.limits.max_model_len
     assert shown == {"bfloat16": "16k", "int8": "31k"}
-    # The heads have 32 features: 64 bytes, or 32 bytes and a float16 scale.
+    # A head has 32 features: 64 bytes in bfloat16; 34 bytes in int8, with a float16 scale.
     assert sequences["int8"] / sequences["bfloat16"] == pytest.approx(64 / 34, rel=1e-3)
     assert [int(each) for each in sequences.values()] == [8, 15]
 

@@ -32,7 +32,7 @@ from penstock.kernels.linear.int8_blocks import BLOCK_INPUTS, UNIT_INPUTS
 from penstock.kernels.linear.panels import padded_bias, to_panels
 from penstock.kernels.linear.quantize_blocks import quantize_per_block
 
-_ROWS_AT_ONCE = 64  # few enough rows that the temporary copies of `_words` stay in the L2 cache
+_ROWS_AT_ONCE = 64  # rows that `_words` converts at a time, so that its copies fit in the L2 cache
 
 
 def has_int4_loops() -> bool:

@@ -55,7 +55,8 @@ class MlaPlan:
     rows: Tensor | None  # numbers of the query rows in absorbed form; None means all rows
     num_tokens: int | str  # number of query tokens; "T" if the host does not know it
     layer: Tensor  # any layer of the cache; all layers must have the same shape, dtype and device
-    gathered: Tensor  # scratch for a span's blocks: [largest number of blocks, S (R + P)]
+    # [largest number of blocks of a span, S (R + P)] scratch for copies of a span's blocks
+    gathered: Tensor
     one_path: bool = False  # True: results are batch-invariant, and do not depend on chunks
 
 

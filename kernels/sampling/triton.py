@@ -52,7 +52,7 @@ def _threshold_kernel(
     bounds,
     floors,  # [R] float32: logits / temperature below this value are excluded
     centres,  # [R] float32: middle of the range of logits / temperature that typical_p keeps
-    widths,  # [R] float32: half of the width of this range
+    widths,  # [R] float32: half of the width of the range that typical_p keeps
     vocab_size,
     TILE: tl.constexpr,
 ):

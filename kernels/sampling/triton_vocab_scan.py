@@ -48,7 +48,7 @@ def kth_largest_key(
     low,  # smallest key that may be returned
     high,  # largest key; returned if no smaller key qualifies
     target,
-    top,  # the largest value, or a larger number
+    top,  # at least the largest value; used for the weights exp(value - top)
     floor,  # only for "oddity": values below `floor` have weight 0
     centre,  # only for "oddity": the key of a value is `key_of(|value - centre|)`
     # With "rank", each value has weight 1; with "mass" and "oddity", exp(value - top).

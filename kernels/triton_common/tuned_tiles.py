@@ -60,7 +60,7 @@ KERNELS = {
     "attention.chunks": TunedKernel(("width", "itemsize", "cached"), _ATTENTION),
     "attention.split_kv": TunedKernel(("width", "group", "itemsize", "cached"), _ATTENTION),
     # `rows` is the number of rows of the launcher's own tiles, which depends on the mean number of
-    # rows per expert (`moe/triton.tiles_for`).
+    # rows per expert (see `tiles_for` in `moe/triton.py`).
     "moe": TunedKernel(("experts", "size", "inner", "rows", "itemsize"), _MOE),
     # `kind` is a number of `linear/code_kinds`. `rows` is the number of rows of the launcher's own
     # tiles, 16 or 64.

@@ -58,9 +58,9 @@ class BoundedWorker(StubWorker):
 
 
 class BoundedSession(Session):
-    """The stream to the router, and the sequences that wait for a slot.
+    """A session with the router that also queues the sequences that wait for a free slot.
 
-    A worker serves only one router.
+    The worker has only one session.
     """
 
     def __init__(self, worker: BoundedWorker, router: str) -> None:

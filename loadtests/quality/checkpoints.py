@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from penstock.kernels.linear.code_tables import NF4
+from penstock.kernels.linear.quantize_weights import quantize_weight
 from penstock.loadtests.quality.calibration import Inputs
 from penstock.loadtests.quality.rounding import (
     GROUP,
@@ -19,7 +20,6 @@ from penstock.loadtests.quality.rounding import (
     Rounded,
     clipped,
     gptq,
-    int8,
     mxfp4,
     nf4,
     nvfp4,
@@ -164,8 +164,8 @@ def write_w8a16(source: Source, folder: Path) -> Path:
     """Write a checkpoint with INT8 weights and one scale per channel; activations stay float."""
 
     def stored(weight: Tensor) -> Tensors:
-        found = int8(weight)
-        return {"weight": found.codes, "weight_scale": found.scales}
+        matrix = quantize_weight(weight, "int8")
+        return {"weight": (matrix.codes ^ 128).view(torch.int8), "weight_scale": matrix.scales}
 
     weights = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True,
                "dynamic": False}  # fmt: skip

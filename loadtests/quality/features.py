@@ -23,7 +23,6 @@ from penstock.loadtests.quality.rounding import (
     Rounded,
     clipped,
     gptq,
-    int8,
     mxfp4,
     nf4,
     nvfp4,
@@ -77,7 +76,7 @@ FORMS: dict[str, Callable[[Tensor, Tensor], Rounded]] = {
     "Q4_K": lambda weight, hessian: q4_k(weight),
     "Q6_K": lambda weight, hessian: q6_k(weight),
     "NF4": lambda weight, hessian: nf4(weight),
-    "W8A16": lambda weight, hessian: int8(weight),
+    "W8A16": online("int8"),
     "MXFP4": lambda weight, hessian: mxfp4(weight),
     "NVFP4": lambda weight, hessian: nvfp4(weight),
 }

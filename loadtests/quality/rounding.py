@@ -34,7 +34,7 @@ class Rounded:
         half_steps: half the distance between the two quantization levels around each weight.
         codes: unsigned codes, in the layout of the form.
         scales: scales of the groups.
-        zeros: zero points of the groups.
+        zeros: zero points of the groups; for NVFP4, the factor [1] of all scales.
     """
 
     weight: Tensor
@@ -126,14 +126,6 @@ def nf4(weight: Tensor) -> Rounded:
     return Rounded(found.view_as(weight), steps.view_as(weight), codes, scales, scales)
 
 
-def int8(weight: Tensor) -> Rounded:
-    """Round to INT8 with one float32 scale per row."""
-    scales = weight.abs().amax(1, keepdim=True) / 127
-    codes = (weight / scales).round()
-    half_steps = (scales / 2).expand_as(weight)
-    return Rounded(codes * scales, half_steps, codes.to(torch.int8), scales, scales)
-
-
 def mxfp4(weight: Tensor) -> Rounded:
     """Round blocks of 32 to the values of e2m1. The scales are powers of two."""
     blocks = weight.view(-1, MXFP4_BLOCK)
@@ -147,7 +139,7 @@ def mxfp4(weight: Tensor) -> Rounded:
 def nvfp4(weight: Tensor) -> Rounded:
     """Round blocks of 16 to the values of e2m1.
 
-    The scales are e4m3 numbers, multiplied by one factor [1] of the matrix: the `zeros`.
+    The scales are e4m3 numbers, which are multiplied by one factor for the whole matrix.
     """
     blocks = weight.view(-1, NVFP4_BLOCK)
     largest = blocks.abs().amax(1)
@@ -160,7 +152,11 @@ def nvfp4(weight: Tensor) -> Rounded:
 
 
 def _to_e2m1(blocks: Tensor, scales: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return codes, dequantized values and half steps of `blocks` [B, size] with `scales` [B]."""
+    """Round `blocks` [B, size], with one scale per block, to the values of e2m1.
+
+    Returns:
+        The codes, the dequantized values and the half steps (see `Rounded`), each [B, size].
+    """
     magnitudes = torch.tensor(E2M1[:8])
     scaled = blocks / scales[:, None].clamp_min(2.0**-126)
     codes = (scaled.abs()[..., None] - magnitudes).abs().argmin(-1)

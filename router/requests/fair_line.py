@@ -118,7 +118,7 @@ class FairLine(Generic[J]):
             self._served[slot.tenant] += extra
 
     def remove(self, name: str, job: J) -> None:
-        """Remove a job from the queue, if it has not begun."""
+        """Remove a waiting job from the queue. A job that has begun is not changed."""
         tenant = self._tenants.get(name)
         for entry in tenant.jobs if tenant is not None else ():
             if entry[0] is job:

@@ -275,8 +275,8 @@ def _zeros(module: QuantizedModule, tensors: Mapping[str, Tensor], scales: Tenso
     if scheme.storage == "awq":
         return _awq_nibbles(tensors["qzeros"]).T.contiguous()
     if scheme.storage == "gptq":
-        # The format "gptq" stores (zero point - 1) modulo the number of codes. Its `zero_offset` is
-        # therefore 1.
+        # The format "gptq" stores (zero point - 1) modulo the number of codes, so its `zero_offset`
+        # is 1.
         stored = _unpacked(tensors["qzeros"], scheme.bits).T.contiguous()
         return stored.add_(scheme.zero_offset).bitwise_and_(2**scheme.bits - 1)
     if scheme.symmetric:
