@@ -328,7 +328,7 @@ def test_revision_of_a_local_model_is_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
-    with pytest.raises(checkpoint.NoModel, match=f"revision 'v1' needs a hub name, and {name}"):
+    with pytest.raises(checkpoint.NoModel, match=f"revision 'v1' cannot be used with {name}"):
         checkpoint.find(name, "v1")
 
 

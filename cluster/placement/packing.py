@@ -71,7 +71,7 @@ class PackingResult:
 def pack(requests: Sequence[PlacementRequest], nodes: Sequence[NodeCapacity]) -> PackingResult:
     """Assign nodes to all workers that fit. The objects in `nodes` are not changed."""
     packed = _Packing(requests, nodes).result(requests)
-    assert packed is not None, "packing cannot fail without `near`"
+    assert packed is not None, "without `near`, the packing must give a result, but it gave None"
     return packed
 
 

@@ -354,5 +354,5 @@ def _reason(error: Exception) -> str:
     """
     if isinstance(error, ValueError | OSError | MemoryError):
         return " ".join(str(error).split()) or type(error).__name__
-    log.exception("start failed with an unexpected error")
+    log.exception("a worker or router failed to start, with an error of an unexpected type")
     return f"{type(error).__name__}: {error}"

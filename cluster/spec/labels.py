@@ -72,7 +72,10 @@ def required_labels(labels: Sequence[str], accelerator: str | None) -> dict[str,
         pairs.append((ACCELERATOR, accelerator))
     twice = [key for key, number in Counter(key for key, _ in pairs).items() if number > 1]
     if twice:
-        raise BadLabel(f"label {twice[0]} is given twice: give it once, since a node has one value")
+        raise BadLabel(
+            f"label {twice[0]} is given twice: give it once, because a node has only one value of "
+            "a label"
+        )
     return dict(pairs)
 
 

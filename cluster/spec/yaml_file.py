@@ -22,7 +22,8 @@ def read_file(path: Path) -> dict[str, Any]:
         raise SpecError(f"{path}: is not YAML: {_yaml_mistake(error)}") from None
     except Exception:  # PyYAML raises errors of many types here, and they quote the value
         raise SpecError(
-            f"{path}: is not YAML: a value does not fit its type (such as a date without a day)"
+            f"{path}: is not YAML: a value cannot be converted to its type (such as the date "
+            "2026-02-30): correct it, or put it in quotes"
         ) from None
     if content is None:
         return {}

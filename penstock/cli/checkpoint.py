@@ -37,7 +37,10 @@ def find(model: str = BUNDLED, revision: str | None = None) -> Path:
     if model != BUNDLED and _is_on_hub(model):
         return download(model, WANTED_FILES, revision=revision)
     if revision is not None:
-        raise NoModel(f"revision {revision!r} needs a hub name, and {model} is a local model")
+        raise NoModel(
+            f"revision {revision!r} cannot be used with {model}, which is a local model: leave "
+            "out the revision, or give a hub name"
+        )
     if model == BUNDLED:
         return SHIPPED
     return Path(model).expanduser().absolute()

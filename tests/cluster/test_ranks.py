@@ -68,7 +68,7 @@ def test_worker_of_two_ranks_recovers_from_a_killed_and_a_stopped_rank() -> None
     [
         (["--tp", "3"], "tp 3 "),
         (["--pp", "50"], "pp 50 is more than the model's "),
-        (["--tp", "2", "--ep", "2"], "ep 2: the model has no experts"),
+        (["--tp", "2", "--ep", "2"], "ep 2 cannot be used with a model without experts"),
         (["--ep", "2"], "ep: 2 does not divide tp (1)"),
     ],
 )

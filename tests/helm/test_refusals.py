@@ -123,7 +123,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         with_source({"hub": {"name": "a/b"}, "image": {"reference": "x", "path": "/y"}}),
         "/models/m/source'",
     ),
-    ({"models": {"b": {}, "a": {}}}, "models: this version serves one model; found a, b"),
+    ({"models": {"b": {}, "a": {}}}, "models: this version serves one model; found a, b: keep one"),
     (
         {"models": {"m": {"deterministic": True}}, "pools": {"decode": {"blockSize": 32}}},
         "models.m.deterministic: all pools need the same blockSize, found 16, 32",

@@ -91,7 +91,7 @@ podCpus and podGpus. */ -}}
 {{- /* Checks that the schema cannot express. */ -}}
 {{- define "penstock.check" -}}
 {{- if gt (len .Values.models) 1 -}}
-{{- fail (printf "models: this version serves one model; found %s" (keys .Values.models | sortAlpha | join ", ")) -}}
+{{- fail (printf "models: this version serves one model; found %s: keep one" (keys .Values.models | sortAlpha | join ", ")) -}}
 {{- end -}}
 {{- $counts := dict -}}
 {{- $blockSizes := dict -}}
@@ -101,13 +101,13 @@ podCpus and podGpus. */ -}}
 {{- $_ := set $counts $role $most -}}
 {{- if $most -}}{{- $_ := set $blockSizes (default 16 $pool.blockSize | int | toString) $role -}}{{- end -}}
 {{- if or (lt $replicas $least) (gt $replicas $most) -}}
-{{- fail (printf "pools.%s: replicas: %d is not between minReplicas (%d) and maxReplicas (%d)" $role $replicas $least $most) -}}
+{{- fail (printf "pools.%s: replicas: %d is not between minReplicas (%d) and maxReplicas (%d): correct one of them" $role $replicas $least $most) -}}
 {{- end -}}
 {{- if gt (int $pool.podGpus) (int $pool.gpusPerNode) -}}
 {{- fail (printf "pools.%s: tp: %d and pp: %d need %d GPUs in one pod, but no node has more than gpusPerNode (%d): use smaller tp or pp, or correct gpusPerNode" $role (int $pool.tp) (int $pool.pp) (int $pool.podGpus) (int $pool.gpusPerNode)) -}}
 {{- end -}}
 {{- if mod (int $pool.tp) (int $pool.ep) -}}
-{{- fail (printf "pools.%s: ep: %d does not divide tp (%d): the tp ranks of a stage form ep groups of experts" $role (int $pool.ep) (int $pool.tp)) -}}
+{{- fail (printf "pools.%s: ep: %d does not divide tp (%d): the tp ranks of a stage form ep groups of equal size; use a divisor of tp" $role (int $pool.ep) (int $pool.tp)) -}}
 {{- end -}}
 {{- if and (eq $.Values.standalone.autoscaler "hpa") (eq $least 0) (gt $most 0) -}}
 {{- fail (printf "pools.%s: minReplicas: an HPA cannot scale to 0: set at least 1, or standalone.autoscaler to keda" $role) -}}
@@ -126,7 +126,7 @@ podCpus and podGpus. */ -}}
 {{- end -}}
 {{- end -}}
 {{- if and (include "penstock.model" . | fromYaml).deterministic (gt (len $blockSizes) 1) -}}
-{{- fail (printf "models.%s.deterministic: all pools need the same blockSize, found %s" (include "penstock.modelName" .) (keys $blockSizes | sortAlpha | join ", ")) -}}
+{{- fail (printf "models.%s.deterministic: all pools need the same blockSize, found %s: make them equal" (include "penstock.modelName" .) (keys $blockSizes | sortAlpha | join ", ")) -}}
 {{- end -}}
 {{- $name := include "penstock.fullname" . -}}
 {{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" $name) -}}
@@ -141,7 +141,7 @@ podCpus and podGpus. */ -}}
 {{- $least := add (include "penstock.leaveSeconds" .) 15 | int -}}
 {{- $given := include "penstock.graceSeconds" . | int -}}
 {{- if lt $given $least -}}
-{{- fail (printf "terminationGracePeriodSeconds: %d is too short: router.drainSeconds requires at least %d" $given $least) -}}
+{{- fail (printf "terminationGracePeriodSeconds: %d is too short: router.drainSeconds requires at least %d: increase it, or leave it out" $given $least) -}}
 {{- end -}}
 {{- $canary := default 10 .Values.engine.canary_seconds -}}
 {{- if lt (float64 .Values.probes.tokenSeconds) (mulf 2 $canary) -}}
@@ -163,10 +163,10 @@ podCpus and podGpus. */ -}}
 {{- include "penstock.checkMonitor" (dict "root" $ "monitor" $monitor) -}}
 {{- end -}}
 {{- if eq (int .Values.router.httpPort) (int .Values.router.grpcPort) -}}
-{{- fail (printf "router: httpPort and grpcPort must differ; both are %d" (int .Values.router.httpPort)) -}}
+{{- fail (printf "router: httpPort and grpcPort must differ; both are %d: change one of them" (int .Values.router.httpPort)) -}}
 {{- end -}}
 {{- if has (int .Values.router.adminPort) (list (int .Values.router.httpPort) (int .Values.router.grpcPort)) -}}
-{{- fail (printf "router: adminPort must differ from httpPort and grpcPort; it is %d" (int .Values.router.adminPort)) -}}
+{{- fail (printf "router: adminPort must differ from httpPort and grpcPort, but it equals one of them (%d): choose another port" (int .Values.router.adminPort)) -}}
 {{- end -}}
 {{- range $port := list .Values.router.httpPort .Values.router.grpcPort .Values.router.adminPort -}}
 {{- if has (int $port) (list 6379 6380 8080 52365) -}}

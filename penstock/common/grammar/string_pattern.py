@@ -26,8 +26,8 @@ def terminal(pattern: str) -> str:
     converted, has_choice = _converted(inner)
     if has_choice and (has_start or has_end):
         raise ValueError(
-            f"the pattern {pattern[:80]!r} has an anchor (^ or $) beside |: put the alternatives "
-            "in parentheses"
+            f"the pattern {pattern[:80]!r} has alternatives (|) outside of parentheses, and "
+            "begins with ^ or ends with $: put the alternatives in parentheses, as in ^(a|b)$"
         )
     begin, end = ("" if has_start else "(?s:.*)"), ("" if has_end else "(?s:.*)")
     return f"/{begin}(?:{converted}){end}/"

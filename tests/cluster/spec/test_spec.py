@@ -145,7 +145,7 @@ def model(**settings: Any) -> dict[str, Any]:
         ),
         (
             {"routers": 3, "router": {"grpc_port": 65534}},
-            "routers: router 3 would use port 65536; at most 65535",
+            "routers: router 3 would use port 65536, but the highest port is 65535",
         ),
         ({"pools": {}}, "pools: no worker prefills: set replicas of prefill or mixed"),
         ({"pools": {"decode": {"replicas": 1}}}, "pools: no worker prefills"),
