@@ -89,7 +89,9 @@ class GatheredPlan:
         if one_path:
             if not reads_paged:
                 raise ValueError(
-                    f"no batch-invariant attention for {layer.dtype} on {layer.device}"
+                    "batch-invariant attention is not available for a KV cache of dtype "
+                    f"{layer.dtype} on {layer.device}: expected a GPU, or a CPU with numba and a "
+                    "dtype that its kernel supports"
                 )
             every = np.arange(len(lengths))
             tiles = CpuPagedPlan.of(every, query_starts, context_lens, block_tables, window)

@@ -82,7 +82,9 @@ def sum_words(words: Tensor, weights: Tensor, chunk_weights: Tensor) -> Tensor:
         check_contiguous("chunk_weights", chunk_weights)
     least = num_chunks(len(words)) + 1
     if len(chunk_weights) < least:
-        raise ValueError(f"chunk_weights: at least {least} expected, not {len(chunk_weights)}")
+        raise ValueError(
+            f"chunk_weights: at least {least} weights expected, not {len(chunk_weights)}"
+        )
     if use_triton(words):
         return sum_words_triton(words, weights, chunk_weights)
     if words.device.type == "cpu" and has_numba():

@@ -227,8 +227,8 @@ class GraphBuilder:
         head_dim = num_features(self._cache)
         if (num_sides, num_kv_heads, head_dim) != (2, params.num_kv_heads, params.head_dim):
             raise UnsupportedGraph(
-                f"a KV cache of shape {list(self._cache.shape)}: 2 sides, {params.num_kv_heads} KV "
-                f"heads and {params.head_dim} features expected"
+                f"the KV cache has the shape {list(self._cache.shape)}: expected 2 sides (K and "
+                f"V), {params.num_kv_heads} KV heads and {params.head_dim} features per head"
             )
         if params.num_heads > MAX_GROUP * num_kv_heads:
             raise UnsupportedGraph(

@@ -84,5 +84,5 @@ def test_too_few_checksum_weights_are_refused() -> None:
     words, weights, chunk_weights = (
         torch.zeros(size, dtype=torch.int64) for size in (CHUNK + 1, CHUNK + 1, 2)
     )
-    with pytest.raises(ValueError, match="chunk_weights: at least 3 expected, not 2"):
+    with pytest.raises(ValueError, match="chunk_weights: at least 3 weights expected, not 2"):
         sum_words(words, weights, chunk_weights)
