@@ -86,12 +86,14 @@ class Explainer:
         )
         if failed:
             raise ServingError(
-                Code.UNAVAILABLE, f"these routers gave no explanation: {failed}. Try again"
+                Code.UNAVAILABLE,
+                f"no explanation was found, and these routers could not be asked: {failed}. Try "
+                "again",
             )
         raise ServingError(
             Code.NOT_FOUND,
-            f"the request {request_id[:80]!r} is unknown: its explanation is no longer kept, or "
-            "another API key sent it",
+            f"no explanation of the request {request_id[:80]!r} is known to this API key: the id "
+            "is wrong, the explanation is no longer kept, or another API key sent the request",
         )
 
     def _others(self) -> Sequence[RouterState]:

@@ -216,7 +216,7 @@ class HelperPool:
                 why = f"needs more than {limits.memory_bytes >> 20} MiB of memory"
             case Cause.OTHER:
                 return _unavailable()
-        return invalid(f"{job.name} {why}: send less", job.param)
+        return invalid(f"{job.name} {why}: send a smaller request", job.param)
 
 
 def _refuse(job: Job, error: ServingError) -> None:

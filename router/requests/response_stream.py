@@ -185,8 +185,8 @@ class ResponseStream:
             self.fail(
                 ServingError(
                     Code.OVERLOADED,
-                    f"the answer was read too slowly: more than {self._max_unread} tokens were "
-                    "unread",
+                    f"the client read the answer too slowly: more than {self._max_unread} tokens "
+                    "were unread",
                 )
             )
 

@@ -309,6 +309,8 @@ def check(state: RequestState) -> None:
     assert state.status is None, "request has ended but is still kept"
     assert not state.token_log.is_complete, "all choices have ended, but the request has not"
     assert len(set(attempts)) == len(attempts), "two workers hold the same attempt"
-    assert all(0 < attempt <= state.attempt for attempt in attempts), "unused attempt number"
+    assert all(0 < attempt <= state.attempt for attempt in attempts), (
+        "a worker holds an attempt whose number is not from 1 to the request's latest attempt"
+    )
     assert state.running is None or state.lease is None, "the request is both running and leased"
     assert len(set(state.workers())) == len(attempts), "one worker holds the request twice"

@@ -98,7 +98,7 @@ class WorkerLinks:
         # commands.
         if isinstance(command, ResyncCache):
             log.warning(
-                "worker %s: %s; its list of cached blocks is requested",
+                "worker %s: %s; requesting a snapshot of its cached blocks",
                 *(command.worker, command.reason),
             )
         link = self._links.get(command.worker)

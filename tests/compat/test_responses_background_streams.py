@@ -163,7 +163,7 @@ async def test_responses_without_events_are_refused_by_name(model: ResponsesMode
     plain = await model("x")
     background = await model.client.responses.create(model="stub", input="x", background=True)
     for name in (plain.id, background.id):
-        with pytest.raises(openai.BadRequestError, match="has no events") as refusal:
+        with pytest.raises(openai.BadRequestError, match="cannot be streamed") as refusal:
             await model.client.responses.retrieve(name, stream=True)
         assert refusal.value.param == "stream"
     with pytest.raises(openai.NotFoundError):

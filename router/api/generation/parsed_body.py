@@ -129,7 +129,7 @@ def _parse(
             check_num_tokens("tokens", len(body.tokens), most)
             check_vocabulary(body.tokens, model, "tokens")
             return ParsedBody(body, [body.tokens])
-    raise AssertionError(f"there is no body {kind.__name__!r}")
+    raise AssertionError(f"no code parses a body of type {kind.__name__!r}")
 
 
 # ------------------------------------------------------------ between processes

@@ -76,7 +76,7 @@ class BackgroundRun:
         except ServingError as error:
             outcome = Outcome("failed", error=error)
         except Exception:  # a bug must not keep the response from ending
-            log.exception("the response %s could not be generated", self.response.id)
+            log.exception("generating the background response %s failed", self.response.id)
             outcome = Outcome("failed", error=internal_error())
         finally:
             self._answers.close()
@@ -110,7 +110,7 @@ class BackgroundRun:
                 return
             except Exception:  # the bug that ended the response probably caused this error too
                 log.exception(
-                    "the last event of the response %s could not be made", self.response.id
+                    "building the last event of the background response %s failed", self.response.id
                 )
         for _ in self._formatter.ended_early(outcome):
             await slices.pause()

@@ -50,9 +50,9 @@ class EventBytes:
         if not is_required and (used[0] > MAX_TENANT_BYTES or used[1] > MAX_RUNNING_BYTES):
             raise ServingError(
                 Code.OVERLOADED,
-                "the events of running background responses exceed a limit of memory: "
-                f"{MAX_TENANT_BYTES} bytes for one API key, {MAX_RUNNING_BYTES} bytes for all. "
-                "Create fewer responses at a time, or leave out stream",
+                "the events of background responses that are being generated exceed their memory "
+                f"limit ({MAX_TENANT_BYTES} bytes for one API key, {MAX_RUNNING_BYTES} bytes for "
+                "all API keys): create fewer responses at a time, or leave out stream",
                 "stream",
             )
         self._tenants[tenant] = used[0]

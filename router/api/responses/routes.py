@@ -182,8 +182,9 @@ class ResponsesApi:
                 # Raises the error NOT_FOUND if the tenant has no such response.
                 self._stored(request)
             raise invalid(
-                f"the response {name[:80]!r} has no events: it was created without background and "
-                "stream, or its events were removed: leave out stream",
+                f"the events of the response {name[:80]!r} cannot be streamed, because it was "
+                "created without background and stream, or its events were removed: leave out "
+                "stream to get the response itself",
                 "stream",
             )
         return EventLogResponse(events, min(first, len(events.events)))

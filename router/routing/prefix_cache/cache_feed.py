@@ -88,14 +88,19 @@ class CacheFeed:
         try:
             if feed.state is _State.AWAITING:
                 if now - feed.awaiting_since > SNAPSHOT_SECONDS:
-                    raise _Inconsistent("changes arrived, but no snapshot")
+                    raise _Inconsistent(
+                        "cache changes arrived, but the requested snapshot did not arrive in time"
+                    )
                 return None
             self._check_incarnation(feed, events.incarnation)
             if feed.state is _State.LOADING:
-                raise _Inconsistent("changes arrived within a snapshot")
+                raise _Inconsistent("cache changes arrived between the chunks of a snapshot")
             missing = events.first - feed.next_number
             if missing:
-                raise _Inconsistent(f"change {feed.next_number} is missing, got {events.first}")
+                raise _Inconsistent(
+                    f"cache change {feed.next_number} is missing: the first change received is "
+                    f"{events.first}"
+                )
             for change in events.changes:
                 self._apply(events.worker, change)
                 self._check_capacity(events.worker, feed)
@@ -137,12 +142,16 @@ class CacheFeed:
             before = index.num_blocks(worker)
             index.evict(worker, change.evicted)
             if index.num_blocks(worker) != before - len(change.evicted):
-                raise _Inconsistent("an unknown block was evicted")
+                raise _Inconsistent(
+                    "the worker reported the eviction of a block that is not in the index"
+                )
         if change.stored:
             index.store(worker, change.stored)
         for parent in change.parents:
             if parent and not index.holds(worker, parent):
-                raise _Inconsistent("a block was stored whose parent block is unknown")
+                raise _Inconsistent(
+                    "the worker reported a stored block whose parent block is not in the index"
+                )
 
     def _check_incarnation(self, feed: _Feed, incarnation: str) -> None:
         if incarnation != feed.incarnation:
@@ -152,17 +161,20 @@ class CacheFeed:
 
     def _check_chunk(self, feed: _Feed, snapshot: CacheSnapshot) -> None:
         if feed.state is _State.LIVE:
-            raise _Inconsistent("a snapshot arrived that was not requested")
+            raise _Inconsistent("a cache snapshot arrived that was not requested")
         if snapshot.chunk != feed.next_chunk:
-            raise _Inconsistent(f"chunk {feed.next_chunk} of a snapshot is missing")
+            raise _Inconsistent(f"chunk {feed.next_chunk} of a cache snapshot is missing")
         if feed.next_chunk and snapshot.next_number != feed.next_number:
-            raise _Inconsistent("the chunks belong to different snapshots")
+            raise _Inconsistent(
+                "chunks of different cache snapshots arrived where one snapshot was expected"
+            )
 
     def _check_capacity(self, worker: str, feed: _Feed) -> None:
         num = self._index.num_blocks(worker)
         if num > feed.capacity:
             raise _Inconsistent(
-                f"{num} blocks are reported as stored, but the worker has only {feed.capacity}"
+                f"the worker reported {num} stored blocks, but its cache has only {feed.capacity} "
+                "blocks"
             )
 
     # -------------------------------------------------------------- requests for snapshots

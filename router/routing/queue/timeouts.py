@@ -31,7 +31,10 @@ def why_too_late(state: RequestState, views: Sequence[WorkerView], now: float) -
     seconds = len(state.request.prompt) * capacity.seconds_per_token
     if seconds <= left:
         return ""
-    return f"{left:.1f} s before the deadline, the prompt needs about {seconds:.1f} s"
+    return (
+        f"{left:.1f} s are left before the deadline, but computing the prompt takes about "
+        f"{seconds:.1f} s"
+    )
 
 
 class RequestTimeouts:

@@ -162,7 +162,7 @@ async def test_largest_bodies_are_parsed(http: httpx.AsyncClient, value: object)
 async def test_body_that_needs_too_much_memory_is_refused(http: httpx.AsyncClient) -> None:
     body = {"prompt": "x", "max_tokens": 1, "other": [[[[]]]] * ((FULL - 100) // 7)}
     message = message_of(await post(http, COMPLETIONS, body), None)
-    assert message == "the body needs more than 256 MiB of memory: send less"
+    assert message == "the body needs more than 256 MiB of memory: send a smaller request"
     assert (await post(http, COMPLETIONS, {"prompt": "x", "max_tokens": 1})).status_code == 200
 
 

@@ -64,7 +64,7 @@ async def test_events_of_running_responses_are_bounded_for_each_tenant_and_in_al
     await logs["a"].add([text, text], slices)
     await logs["b"].add([text], slices)
     for log in logs.values():
-        with pytest.raises(ServingError, match="exceed a limit of memory"):
+        with pytest.raises(ServingError, match="exceed their memory limit"):
             await log.add([text], slices)
     await logs["b"].add([text], slices, are_last=True)
     assert [len(log.events) for log in logs.values()] == [2, 2]

@@ -79,16 +79,25 @@ def test_snapshot_arrives_in_chunks() -> None:
 @pytest.mark.parametrize(
     ("bad", "reason"),
     [
-        (events(1, stored(0, [3])), "change 0 is missing, got 1"),
-        (events(0, stored(5, [3])), "a block was stored whose parent block is unknown"),
-        (events(0, evicted(3)), "an unknown block was evicted"),
-        (events(0, evicted(1, 1)), "an unknown block was evicted"),
+        (events(1, stored(0, [3])), "cache change 0 is missing: the first change received is 1"),
+        (
+            events(0, stored(5, [3])),
+            "the worker reported a stored block whose parent block is not in the index",
+        ),
+        (
+            events(0, evicted(3)),
+            "the worker reported the eviction of a block that is not in the index",
+        ),
+        (
+            events(0, evicted(1, 1)),
+            "the worker reported the eviction of a block that is not in the index",
+        ),
         (
             events(0, stored(0, [3, 4, 5])),
-            "5 blocks are reported as stored, but the worker has only 4",
+            "the worker reported 5 stored blocks, but its cache has only 4 blocks",
         ),
         (events(0, incarnation="w-0"), "another incarnation of the worker: 'w-0'"),
-        (snapshot(1), "a snapshot arrived that was not requested"),
+        (snapshot(1), "a cache snapshot arrived that was not requested"),
     ],
     ids=lambda bad: "" if isinstance(bad, str) else type(bad).__name__,
 )
@@ -142,7 +151,9 @@ def test_snapshot_that_never_arrived_is_requested_when_changes_arrive() -> None:
     assert feed.apply_events(events(3, stored(0, [7])), 14.9) is None
     resync = feed.apply_events(events(4), 15.1)
     assert resync is not None
-    assert resync.reason == "changes arrived, but no snapshot"
+    assert (
+        resync.reason == "cache changes arrived, but the requested snapshot did not arrive in time"
+    )
     assert feed.apply_snapshot(snapshot(1), 15.2) is None
     assert feed.is_current("w")
 
