@@ -44,8 +44,9 @@ def check_batch_invariance(engine: Engine) -> None:
     )
     if not same:
         raise ValueError(
-            "deterministic mode is not available on this machine: a prompt that was computed in "
-            "chunks gave other bits than the same prompt in one piece. Leave out deterministic"
+            "deterministic mode is not available on this machine: a prompt computed in chunks "
+            "gave other bits than the same prompt computed in one piece. Start the worker "
+            "without deterministic"
         )
 
 

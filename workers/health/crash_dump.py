@@ -66,7 +66,8 @@ def _open_folder(folder: Path) -> None:
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
         raise PermissionError(
-            f"{folder} must be a folder (no link) of this user: set another crash_dump_dir"
+            f"the crash dump folder {folder} is a link or a file, or belongs to another user: "
+            "expected a folder of this user; set crash_dump_dir to another folder"
         )
 
 

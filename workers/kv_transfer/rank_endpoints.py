@@ -100,8 +100,8 @@ def check_peer(
     """Return why blocks cannot be exchanged with the ranks of `peer`; empty if it is possible."""
     if not 0 < len(peer.ranks) <= MAX_RANKS or not peer.block_size:
         return (
-            f"{len(peer.ranks)} ranks with a block size of {peer.block_size}: expected 1 to "
-            f"{MAX_RANKS} ranks and a positive block size"
+            f"the peer has {len(peer.ranks)} ranks and a block size of {peer.block_size}: "
+            f"expected 1 to {MAX_RANKS} ranks and a positive block size"
         )
     try:
         check_same_coverage(endpoints.rectangles, [rectangle_of(each) for each in peer.ranks])

@@ -130,9 +130,9 @@ def check_same_coverage(ours: Sequence[LayerHeadRange], theirs: Sequence[LayerHe
     covered = all(_overlap_area(own, peer_ranges) == own.area for own in held)
     if not (real and apart and same_size and covered):
         raise BadShard(
-            f"the ranks of the peer have {len(peer_ranges)} ranges of layers and heads, those of "
-            f"this worker {len(held)}: the ranges of each worker must contain the same layers and "
-            "heads, each exactly once"
+            f"the layers and heads of the peer ({len(peer_ranges)} ranges, divided among its "
+            f"ranks) and of this worker ({len(held)} ranges) differ: both must have the same "
+            "layers and heads, each in exactly one range"
         )
 
 
@@ -211,16 +211,20 @@ class Coverage:
         if not inside or not self.rectangle.contains(shard.rectangle):
             raise BadShard(
                 f"a message has the positions {shard.start} to {shard.stop} of {shard.rectangle}, "
-                f"which are outside {self.start} to {self.stop} of {self.rectangle}"
+                f"but this rank receives only the positions {self.start} to {self.stop} of "
+                f"{self.rectangle}"
             )
         if shard.start % block_size or (shard.stop % block_size and shard.stop != self.stop):
             raise BadShard(
-                f"a message has the positions {shard.start} to {shard.stop}, which are not "
-                f"multiples of the block size {block_size}"
+                f"a message has the positions {shard.start} to {shard.stop}: expected bounds that "
+                f"are multiples of the block size {block_size}"
             )
         if num_bytes != self.shape.num_bytes(shard):
             expected = self.shape.num_bytes(shard)
-            raise BadShard(f"a message has {num_bytes} bytes, not {expected}")
+            raise BadShard(
+                f"a message has {num_bytes} bytes, but its positions, layers and heads need "
+                f"{expected}"
+            )
         if num_bytes > self._max_bytes:
             raise BadShard(
                 f"a message has {num_bytes} bytes, expected at most {self._max_bytes:.0f}, the "

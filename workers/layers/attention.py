@@ -90,7 +90,10 @@ class Attention:
             layer: number of this layer in the KV cache.
         """
         if self.clip or self.biases is not None:
-            raise UnsupportedGraph("clamped queries, keys and values, or rounded ALiBi biases")
+            raise UnsupportedGraph(
+                "the CPU step graph does not support clamped queries, keys and values, or "
+                "rounded ALiBi biases"
+            )
         dim, num_heads, num_kv_heads = self.head_dim, self.num_heads, self.num_kv_heads
         heads = graph.scratch("heads", (num_heads + 2 * num_kv_heads) * dim)
         self.qkv.lower(graph, x, heads)

@@ -62,7 +62,9 @@ class ExpertParallelMoE:
         return self.stage.all_reduce(out)
 
     def lower(self, graph: GraphBuilder, x: Buffer, out: Buffer) -> None:
-        raise UnsupportedGraph("experts divided among several ranks")
+        raise UnsupportedGraph(
+            "the CPU step graph does not support experts divided among several ranks"
+        )
 
     def _count(self, chosen: Tensor) -> None:
         """Add the choices [T, k] to `load`, except in CUDA graphs, which have padding rows."""

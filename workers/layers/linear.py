@@ -125,7 +125,10 @@ class Linear:
     def lower_unpacked(self, graph: GraphBuilder, x: Buffer, out: Buffer) -> None:
         """Append `out = self(x)` to a step graph, for an unpacked layer (a router or a gate)."""
         if self.packed is not None or self.bias is not None:
-            raise UnsupportedGraph("an MoE router or gate that has packed weights or a bias")
+            raise UnsupportedGraph(
+                "the CPU step graph does not support an MoE router or gate that has packed "
+                "weights or a bias"
+            )
         graph.gemv(x, self.weight, out)
 
     def pack_f32(self) -> None:
@@ -186,7 +189,9 @@ class RowParallelLinear:
         return self.group.all_reduce(self.linear(x))
 
     def lower(self, graph: GraphBuilder, x: Buffer, out: Buffer) -> None:
-        raise UnsupportedGraph("a linear layer divided among several ranks")
+        raise UnsupportedGraph(
+            "the CPU step graph does not support a linear layer divided among several ranks"
+        )
 
     def parameters(self, names: Sequence[str]) -> dict[str, Parameter]:
         return self.linear.parameters(names)

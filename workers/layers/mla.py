@@ -94,7 +94,7 @@ class LatentAttention:
     def lower(
         self, graph: GraphBuilder, x: Buffer, angles: Sequence[Buffer], layer: int, out: Buffer
     ) -> None:
-        raise UnsupportedGraph("multi-head latent attention")
+        raise UnsupportedGraph("the CPU step graph does not support multi-head latent attention")
 
     def _attend(self, heads: Tensor, step: StepInputs, layer: Tensor) -> Tensor:
         if self.packed_up is not None:

@@ -47,5 +47,8 @@ class Mlp:
         """Return the step graph's name of the activation; raise UnsupportedGraph if it has none."""
         kind = STEP_GRAPH_GATES.get(self.activation)
         if kind is None:
-            raise UnsupportedGraph("an activation other than gated SiLU or GELU (tanh)")
+            raise UnsupportedGraph(
+                "the CPU step graph does not support an activation other than gated SiLU or GELU "
+                "(tanh)"
+            )
         return kind

@@ -97,7 +97,7 @@ class LayerNorm:
     def lower(
         self, graph: GraphBuilder, x: Buffer, out: Buffer, columns: range | None = None
     ) -> None:
-        raise UnsupportedGraph("a layer norm")
+        raise UnsupportedGraph("the CPU step graph does not support a layer norm")
 
     def parameters(self, name: str) -> dict[str, Parameter]:
         found = {f"{name}.weight": parameter(self, self.weight)}

@@ -133,7 +133,7 @@ class Decoder:
         """
         if self.ranks is not SINGLE_RANK or self.dtype != torch.float32:
             raise UnsupportedGraph(
-                f"a model of dtype {self.dtype} on "
+                f"the CPU step graph does not support a model of dtype {self.dtype} on "
                 f"{'one rank' if self.ranks is SINGLE_RANK else 'several ranks'}"
             )
         hidden = graph.alloc(self.spec.hidden_size)

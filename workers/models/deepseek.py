@@ -80,11 +80,13 @@ def read_routing(
     size, rest = divmod(num_experts, num_groups)
     if rest or (method == "noaux_tc" and size < 2):
         least = " of 2 experts or more" if method == "noaux_tc" else ""
-        raise config.bad("n_group", f"a divisor of {num_experts} experts that gives groups{least}")
+        raise config.bad(
+            "n_group", f"a number that divides the {num_experts} experts into equal groups{least}"
+        )
     if top_groups > num_groups or top_groups * size < top_k:
         raise config.bad(
             "topk_group",
-            f"at most n_group ({num_groups}) groups, which together have at least {top_k} "
-            "experts (num_experts_per_tok)",
+            f"at most n_group ({num_groups}), and enough groups to contain {top_k} experts "
+            "(num_experts_per_tok)",
         )
     return RoutingSpec(method, scale, num_groups, top_groups)

@@ -103,7 +103,9 @@ def _open_shared(path: Path) -> int:
         try:
             found = os.fstat(file)
             if found.st_uid != os.geteuid() or not stat.S_ISREG(found.st_mode):
-                raise PermissionError(f"{path} must be a regular file of this user: remove it")
+                raise PermissionError(
+                    f"{path} is not a regular file, or belongs to another user: remove it"
+                )
             fcntl.flock(file, fcntl.LOCK_SH)
             # try again if the file was removed after it was opened
             with suppress(FileNotFoundError):

@@ -142,7 +142,10 @@ class Batcher:
         if self.limits.num_stages > 1:
             plan = self._plan_stage(number)
         elif len(plans) > 1:
-            raise ValueError(f"{len(plans)} steps are in flight: commit one before planning")
+            raise ValueError(
+                f"{len(plans)} steps are in flight, the maximum: commit a step before planning "
+                "another one"
+            )
         else:
             plan = self._plan_next(number, ahead=bool(plans))
         if plan is not None:

@@ -55,8 +55,8 @@ def check_fits(new: NewSequence, limits: SchedulerConfig) -> None:
     num_choices = 1 + len(new.siblings)
     if num_choices > limits.max_sequences:
         raise NeverFits(
-            f"the request has {num_choices} choices but this worker runs at most "
-            f"{limits.max_sequences} sequences at a time"
+            f"the request has {num_choices} choices, but this worker runs at most "
+            f"{limits.max_sequences} sequences at a time: request fewer choices"
         )
     if new.params.use_beam_search:
         _check_beams(new, num_choices, limits)
@@ -84,27 +84,28 @@ def _check_lengths(new: NewSequence, num_tokens: int, limits: SchedulerConfig) -
     params = new.params
     if not 1 <= new.num_prompt <= num_tokens:
         raise NeverFits(
-            f"num_prompt must be 1 to {num_tokens}, the number of tokens, not {new.num_prompt}"
+            f"the number of prompt tokens (num_prompt) must be from 1 to {num_tokens}, the number "
+            f"of all tokens of the sequence, not {new.num_prompt}"
         )
     if num_tokens >= limits.max_model_len:
         raise NeverFits(
-            f"the sequence has {num_tokens} tokens and no room for an answer: prompt and answer "
-            f"may have {limits.max_model_len} tokens together"
+            f"the sequence has {num_tokens} tokens, which leaves no room for an answer: prompt "
+            f"and answer together may have at most {limits.max_model_len} tokens"
         )
     if params.max_tokens is not None and num_tokens - new.num_prompt >= params.max_tokens:
         raise NeverFits(
-            f"the answer to continue has {num_tokens - new.num_prompt} tokens: expected fewer than "
+            f"the answer so far has {num_tokens - new.num_prompt} tokens: expected fewer than "
             f"max_tokens ({params.max_tokens})"
         )
     if not 0 <= new.source_len < num_tokens:
         raise NeverFits(
             f"the source of the KV transfer offers {new.source_len} positions: expected 0 to "
-            f"{num_tokens - 1}"
+            f"{num_tokens - 1}, less than the sequence's number of tokens"
         )
     # The last token ends the sequence: its K and V are never computed.
     longest = new.num_prompt + params.answer_limit(new.num_prompt, limits.max_model_len) - 1
     if longest > limits.num_blocks * limits.block_size:
         raise NeverFits(
-            f"prompt and answer may need {longest} tokens of KV cache, but this worker has "
-            f"{limits.num_blocks * limits.block_size}: request a lower max_tokens"
+            f"prompt and answer may need {longest} tokens of KV cache, but this worker's cache "
+            f"has room for {limits.num_blocks * limits.block_size}: request a lower max_tokens"
         )

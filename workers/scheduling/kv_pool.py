@@ -150,7 +150,10 @@ class BlockPool:
                 of these blocks.
         """
         if (self.state[blocks] != _USED).any():
-            raise ValueError(f"only blocks in state USED can be published, not {blocks!s:.80}")
+            raise ValueError(
+                "expected blocks in state USED, because only these can be published; at least "
+                f"one of {blocks!s:.80} has another state"
+            )
         for index, (block, digest) in enumerate(zip(blocks, hashes, strict=True)):
             tokens = None if contents is None else contents[index]
             if tokens is not None:
@@ -160,7 +163,9 @@ class BlockPool:
     def publish_partial(self, block: int, parent: bytes, tokens: Ints) -> None:
         """Publish a used block that is filled only partly; see `PublishedBlocks.add_partial`."""
         if self.state[block] != _USED:
-            raise ValueError(f"only blocks in state USED can be published, not block {block}")
+            raise ValueError(
+                f"block {block} is not in state USED: only blocks in this state can be published"
+            )
         self._forget_contained(parent, tokens.tobytes())
         self.published.add_partial(block, parent, tokens)
 
@@ -190,11 +195,14 @@ class BlockPool:
             blocks = np.concatenate([np.zeros(0, np.int32), *arrays])
             holders = np.bincount(blocks, minlength=self.num_blocks)
             assert (holders == self._holders[hold]).all(), (
-                f"{State(hold).name}: wrong reference counts"
+                f"the pool's reference counts for state {State(hold).name} differ from the number "
+                "of holders of each block"
             )
         written = self._holders[State.RESERVED] > 0
         others = self._holders[State.USED] + self._holders[State.LEASED] > 0
-        assert not (written & (others | self.published.mask)).any(), "a reserved block is readable"
+        assert not (written & (others | self.published.mask)).any(), (
+            "a block that is reserved for a KV transfer is also used, leased or published"
+        )
         assert (self.state == self._states(np.arange(self.num_blocks, dtype=np.int32))).all()
         assert self._counts == np.bincount(self.state, minlength=len(State)).tolist()
         free = self._free[: self.num(State.FREE)]

@@ -50,7 +50,7 @@ class Leases:
         """Undo one `pin`; release the lease if it was dropped and no pin is left."""
         lease = self._leases.get(key)
         if lease is None or lease.num_pins == 0:
-            raise ValueError(f"the lease of {key!r} is not pinned")
+            raise ValueError(f"the lease of {key!r} is not pinned: each unpin needs an earlier pin")
         lease.num_pins -= 1
         if lease.dropped and lease.num_pins == 0:
             self._release(key)

@@ -97,7 +97,9 @@ class SequenceTable:
             first = int(self.num_blocks[row])
             end = first + len(blocks)
             if end > self.block_table.shape[1]:
-                raise IndexError(f"row {row} has no room for {len(blocks)} more blocks")
+                raise IndexError(
+                    f"row {row} of the block table has no room for {len(blocks)} more blocks"
+                )
             self.block_table[row, first:end] = blocks
             self.num_blocks[row] = end
             return
@@ -220,7 +222,7 @@ def _take(table: Ints, rows: Ints, counts: Ints, columns: Ints) -> Ints:
     """
     if columns.max(initial=-1) >= table.shape[1]:  # a flat index would read the next row
         raise IndexError(
-            f"column {columns.max()} is outside of a table with {table.shape[1]} columns"
+            f"column {columns.max()} is outside of the table, which has {table.shape[1]} columns"
         )
     starts = rows.astype(np.intp) * table.shape[1]
     taken: Ints = table.reshape(-1).take(starts.repeat(counts) + columns)

@@ -94,7 +94,7 @@ def new_sequence(
     longest = max(map(len, answers.values()))
     if params.max_tokens is not None and longest >= params.max_tokens:
         raise BadSubmit(
-            f"the answer to continue has {longest} tokens: expected fewer than max_tokens "
+            f"the answer so far has {longest} tokens: expected fewer than max_tokens "
             f"({params.max_tokens})"
         )
     first, *others = [Sibling(choice, prompt + answer) for choice, answer in answers.items()]

@@ -125,7 +125,10 @@ class WorkerService:
                     message = await anext(requests)
                     silence.message_received()
                     if message.number != number:
-                        raise BadCommand(f"got message number {message.number}, expected {number}")
+                        raise BadCommand(
+                            f"got message number {message.number} from the router, expected "
+                            f"{number}: a message was lost or repeated"
+                        )
                     self._manager.handle(session, message)
         except StopAsyncIteration:
             session.end(grpc.StatusCode.OK, "the router closed the stream")
@@ -315,9 +318,13 @@ async def _watch_health(
             continue
         serves = not serves
         if serves:
-            log.warning("worker is making progress again")
+            log.warning("the worker reports SERVING again: steps succeed")
         else:
-            log.warning("no step succeeded for %.0f s, not even a canary's", manager.silence)
+            log.warning(
+                "the worker reports NOT_SERVING: no step has succeeded for %.0f s, not even a "
+                "canary step",
+                manager.silence,
+            )
         await healthy.set("", status.SERVING if serves else status.NOT_SERVING)
 
 

@@ -169,7 +169,7 @@ class SessionManager:
             case "heartbeat":
                 pass
             case other:
-                raise BadCommand(f"unexpected message: {other or 'empty'}")
+                raise BadCommand(f"unexpected message from the router: {other or 'empty'}")
 
     def _submit(self, session: Session, submit: wire.Submit) -> None:
         key = session.key(submit.request, submit.attempt)

@@ -192,9 +192,9 @@ def read_matrix(
     num_wrong = matrix.scales.numel() - int(matrix.scales.isfinite().count_nonzero())
     if num_wrong:
         raise BadCheckpoint(
-            f"tensor {module.name}.{_scales_suffix(module.scheme)} gives {num_wrong} of "
-            f"{matrix.scales.numel()} scales that are NaN or infinite: expected finite numbers; "
-            "download the checkpoint again"
+            f"tensor {module.name}.{_scales_suffix(module.scheme)} makes {num_wrong} of "
+            f"{matrix.scales.numel()} scales NaN or infinite: expected finite numbers; download "
+            "the checkpoint again"
         )
     return matrix
 

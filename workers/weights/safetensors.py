@@ -123,12 +123,15 @@ def _entry(path: Path, name: str, fields: object, data_start: int) -> TensorEntr
         raise _broken(
             path,
             f"tensor {name} has the shape {shape!r:.80} and the byte range {offsets!r:.80}: "
-            f"expected at most {MAX_DIMENSIONS} whole numbers below {MAX_ITEMS}, and two of them",
+            f"expected a shape of at most {MAX_DIMENSIONS} whole numbers below {MAX_ITEMS}, and a "
+            "byte range of two such numbers",
         )
     begin, end = offsets
     if end - begin != math.prod(shape) * ITEM_BYTES[dtype]:
         size = math.prod(shape) * ITEM_BYTES[dtype]
-        raise _broken(path, f"tensor {name} has {end - begin} bytes, expected {size} by its shape")
+        raise _broken(
+            path, f"tensor {name} has {end - begin} bytes, but its shape and dtype need {size}"
+        )
     return SafetensorsEntry(path, name, dtype, tuple(shape), data_start + begin, end - begin)
 
 

@@ -50,7 +50,7 @@ def check_shape(spec: ModelSpec, mesh: Mesh) -> None:
     if pp > spec.num_layers:
         raise BadShape(f"pp {pp} is more than the model's {spec.num_layers} layers")
     if ep > 1 and spec.experts is None:
-        raise BadShape(f"ep {ep}: the model has no experts, so it needs ep 1")
+        raise BadShape(f"ep {ep} cannot be used with a model without experts: set ep to 1")
     if spec.experts is not None and ep > spec.experts.num_experts:
         raise BadShape(f"ep {ep} is more than the model's {spec.experts.num_experts} experts")
     if spec.latent is None and spec.num_kv_heads % tp and tp % spec.num_kv_heads:

@@ -81,7 +81,7 @@ def test_ranks_with_the_same_rectangle_take_turns_sending() -> None:
     ],
 )
 def test_ranks_with_other_layers_or_heads_are_refused(theirs: list[LayerHeadRange]) -> None:
-    with pytest.raises(BadShard, match="must contain the same"):
+    with pytest.raises(BadShard, match="both must have the same"):
         check_same_coverage([LayerHeadRange(0, 1, 0, 2), LayerHeadRange(1, 2, 0, 2)], theirs)
 
 
@@ -167,16 +167,16 @@ WHOLE = LayerHeadRange(0, 2, 0, 2)
 @pytest.mark.parametrize(
     ("shard", "num_bytes", "problem"),
     [
-        (Shard(WHOLE, 0, 12), 120, "outside"),
-        (Shard(WHOLE, 4, 14), 120, "outside"),
-        (Shard(WHOLE, 8, 8), 0, "outside"),
-        (Shard(LayerHeadRange(0, 3, 0, 2), 4, 8), 60, "outside"),
-        (Shard(LayerHeadRange(0, 2, 2, 3), 4, 8), 20, "outside"),
-        (Shard(LayerHeadRange(1, 1, 0, 2), 4, 8), 0, "outside"),
-        (Shard(WHOLE, 5, 8), 40, "not multiples of the block size"),
-        (Shard(WHOLE, 4, 7), 40, "not multiples of the block size"),
-        (Shard(WHOLE, 4, 8), 39, "39 bytes, not 40"),
-        (Shard(WHOLE, 4, 13), 1 << 40, "bytes, not 120"),
+        (Shard(WHOLE, 0, 12), 120, "this rank receives only"),
+        (Shard(WHOLE, 4, 14), 120, "this rank receives only"),
+        (Shard(WHOLE, 8, 8), 0, "this rank receives only"),
+        (Shard(LayerHeadRange(0, 3, 0, 2), 4, 8), 60, "this rank receives only"),
+        (Shard(LayerHeadRange(0, 2, 2, 3), 4, 8), 20, "this rank receives only"),
+        (Shard(LayerHeadRange(1, 1, 0, 2), 4, 8), 0, "this rank receives only"),
+        (Shard(WHOLE, 5, 8), 40, "expected bounds that are multiples of the block size"),
+        (Shard(WHOLE, 4, 7), 40, "expected bounds that are multiples of the block size"),
+        (Shard(WHOLE, 4, 8), 39, "39 bytes, but .* need 40"),
+        (Shard(WHOLE, 4, 13), 1 << 40, "bytes, but .* need 120"),
     ],
 )
 def test_message_that_does_not_fit_its_transfer_is_refused(

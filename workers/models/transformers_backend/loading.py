@@ -77,11 +77,16 @@ def _their_config(architecture: str, folder: Path) -> Any:
     if kind is None:
         raise Unsupported(f"transformers has no causal language model for a {type(found).__name__}")
     if kind.__name__ != architecture:
-        raise Unsupported(f"transformers would load this configuration as a {kind.__name__}")
+        raise Unsupported(
+            f"transformers would load this configuration as another architecture, {kind.__name__}"
+        )
     if found.is_encoder_decoder:
         raise Unsupported("the model has an encoder, and only decoders are supported")
     if kind._is_stateful and not _only_attends(found):
-        raise Unsupported("the model keeps other state than keys and values between tokens")
+        raise Unsupported(
+            "the model keeps other state than keys and values between tokens, which is not "
+            "supported"
+        )
     if not kind._supports_attention_backend:
         raise Unsupported("the model's code does not use the attention interface of transformers")
     return found.get_text_config(decoder=True)  # for text-only models, this returns `found` itself
@@ -193,8 +198,8 @@ def _check_windows(calls: list[AttentionCall], kept: list[Any], longest: int) ->
         window = getattr(layer, "sliding_window", 0)
         if window != call.window and 0 < window < longest:
             raise Unsupported(
-                f"a layer's cache has a window of {window} positions, but its mask has a window of "
-                f"{call.window} (0: none)"
+                f"a layer's cache has a window of {window} positions, but its mask has a window "
+                f"of {call.window} (0: no window): expected equal windows"
             )
 
 

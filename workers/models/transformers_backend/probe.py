@@ -37,12 +37,14 @@ class MaskProbe:
         if name.startswith("__"):
             raise AttributeError(name)
         raise Unsupported(
-            "the model's code computes with attention masks: expected code that only passes them on"
+            "the model's code reads or changes its attention masks: expected code that passes "
+            "them unchanged to the attention function"
         )
 
     def __getitem__(self, index: object) -> object:
         raise Unsupported(
-            "the model's code computes with attention masks: expected code that only passes them on"
+            "the model's code reads or changes its attention masks: expected code that passes "
+            "them unchanged to the attention function"
         )
 
 
@@ -81,7 +83,10 @@ class RecordingAttention:
     def _record(self, module: Any, heads: Qkv, mask: object, options: dict[str, Any]) -> None:
         layer = getattr(module, "layer_idx", None)
         if type(layer) is not int or layer in self.calls:
-            raise Unsupported(f"layer {layer!r:.40} does not compute attention exactly once")
+            raise Unsupported(
+                f"layer {layer!r:.40} has no number, or calls the attention function more than "
+                "once: expected one call from each numbered layer"
+            )
         window = _window_of(module, mask, options)
         check_options(module, options)
         score_mod_of(options, heads.query)
@@ -101,11 +106,14 @@ def _window_of(module: Any, mask: object, options: dict[str, Any]) -> int:
     if mask is None:
         return int(window or 0)
     if not isinstance(mask, MaskProbe):
-        raise Unsupported("the model's code makes its own attention masks")
+        raise Unsupported(
+            "the model's code makes its own attention masks: expected the masks that "
+            "transformers makes"
+        )
     if window and mask.window not in (0, window):
         raise Unsupported(
             f"a layer has a window of {window} positions, but its mask has a window of "
-            f"{mask.window}"
+            f"{mask.window}: expected equal windows"
         )
     return mask.window
 
@@ -118,7 +126,7 @@ def check_options(module: Any, options: dict[str, Any]) -> None:
             raise Unsupported(f"a layer passes the unsupported option {name} to its attention")
     causal = options.get("is_causal")
     if not (getattr(module, "is_causal", True) if causal is None else causal):
-        raise Unsupported("a layer's attention is not causal")
+        raise Unsupported("a layer's attention is not causal: only causal attention is supported")
     if options.get("dropout"):
         raise Unsupported(f"a layer's attention has a dropout of {options['dropout']}: expected 0")
     if getattr(module, "sinks", None) is not None and options.get("s_aux") is None:
