@@ -170,7 +170,8 @@ def goals_of(pairs: Sequence[str]) -> Goals | None:
         read[name] = _milliseconds(text)
         if name not in ("ttft", "tpot", "e2el") or not read[name] >= 0:
             raise WrongOptions(
-                f"--goal {pair!r}: expected ttft:MS, tpot:MS or e2el:MS, or a unit as in ttft:2s"
+                f"--goal {pair!r}: expected METRIC:TIME, where METRIC is ttft, tpot or e2el and "
+                "TIME is in milliseconds or has a unit, such as ttft:2000 or ttft:2s"
             )
     return Goals(**read) if read else None
 

@@ -63,8 +63,8 @@ class Lengths:
             lengths = (0, 0)
         if kind not in ("uniform", "lognormal") or not 1 <= lengths[0] <= lengths[1]:
             raise ValueError(
-                f"invalid length {text!r}: expected N, LOW-HIGH or lognormal:LOW-HIGH, "
-                "of 1 or more, such as 64-256"
+                f"invalid length {text!r}: expected N, LOW-HIGH or lognormal:LOW-HIGH with "
+                "numbers of at least 1, such as 64-256"
             )
         return cls(*lengths, kind="lognormal" if kind == "lognormal" else "uniform")
 

@@ -51,7 +51,10 @@ class Choice:
         if self.finish:
             yield "a reply came after the finish reason"
         if reply.tokens and reply.position != self.num_received:
-            yield f"expected position {self.num_received}, received {reply.position}"
+            yield (
+                f"expected a reply that begins at position {self.num_received}, received one that "
+                f"begins at {reply.position}"
+            )
         yield from self._add_tokens(reply.tokens)
         self.scores += map(_scores, reply.logprobs)
         self.text += reply.text
@@ -68,7 +71,10 @@ class Choice:
             is_new = piece["index"] not in self.calls
             call = self.calls.setdefault(piece["index"], ToolCall())
             if is_new != ("id" in piece):
-                yield f"call {piece['index']} has no id, or two"
+                yield (
+                    f"the pieces of tool call {piece['index']} have no id, or more than one: "
+                    "expected an id in the first piece only"
+                )
             call.id += piece.get("id", "")
             call.name += piece["function"].get("name", "")
             call.arguments += piece["function"].get("arguments", "")
@@ -87,7 +93,10 @@ class Choice:
             if self.num_received == len(self.tokens):
                 self.tokens.append(token)
             elif self.tokens[self.num_received] != token:
-                yield f"another token came for position {self.num_received} after a retry"
+                yield (
+                    f"after a retry, the token at position {self.num_received} differs from the "
+                    "token that came before the retry"
+                )
             self.num_received += 1
 
 
@@ -184,17 +193,28 @@ def _divergence(
 
 def _difference(choice: Choice, known: Choice, exact: bool) -> str | None:
     if choice.tokens != known.tokens:
-        return f"{len(choice.tokens)} tokens, not the {len(known.tokens)} of the reference"
+        return (
+            f"the answer has other tokens than the reference ({len(choice.tokens)} tokens; "
+            f"reference: {len(known.tokens)})"
+        )
     if _without_ids(choice) != _without_ids(known):
-        return "other tool calls"
+        return "the tool calls differ from those of the reference"
     for name in ("text", "finish", "stopped_by"):
         if getattr(choice, name) != getattr(known, name):
-            return f"{name} is {getattr(choice, name)!r}, not {getattr(known, name)!r}"
+            return (
+                f"{name} is {getattr(choice, name)!r}, but {getattr(known, name)!r} in the "
+                "reference"
+            )
     if len(choice.scores) != len(known.scores):
-        return f"{len(choice.scores)} log probabilities, not {len(known.scores)}"
+        return (
+            f"the answer has {len(choice.scores)} log probabilities, but the reference has "
+            f"{len(known.scores)}"
+        )
     for position, (own, right) in enumerate(zip(choice.scores, known.scores, strict=True)):
         if (own != right) if exact else abs(own[0] - right[0]) > ROUNDING:
-            return f"log probabilities of position {position} differ"
+            return (
+                f"the log probabilities at position {position} differ from those of the reference"
+            )
     return None
 
 
@@ -212,10 +232,13 @@ def form_errors(request: ChaosRequest, choice: Choice) -> Iterator[str]:
         return
     if "regex" in request.sampling:
         if re.fullmatch(request.sampling["regex"], choice.text) is None:
-            yield f"{choice.text!r} does not match the pattern"
+            yield f"the answer {choice.text!r} does not match the regex of the request"
         return
     if request.kind in TOOL_CHOICES and (choice.text or not choice.calls):
-        yield f"{len(choice.calls)} calls with the text {choice.text!r}"
+        yield (
+            f"the answer has {len(choice.calls)} tool calls and the text {choice.text!r}: "
+            "expected at least one call and no text"
+        )
     calls = [each.arguments for each in choice.calls.values()]
     for text in calls if request.kind in TOOL_CHOICES else [choice.text]:
         try:

@@ -218,7 +218,10 @@ def _kept(path: Path, on: dict[str, Any], archive: Path, folder: Path) -> dict[s
     for name, value in on.items():
         if name != "date" and found["about"].get(name) != value:
             was = found["about"].get(name)
-            raise ValueError(f"{path} has results of {name} {was!r}, not {value!r}")
+            raise ValueError(
+                f"{path} has results measured with another {name}: {was!r} in the file, {value!r} "
+                "now; give another file"
+            )
     if archive.exists():
         with tarfile.open(archive) as earlier:
             earlier.extractall(folder, filter="data")

@@ -87,7 +87,7 @@ def steady_rate(outcomes: Sequence[Outcome]) -> float:
     begin = max(outcome.arrivals[:2][-1] for outcome in outcomes)
     end = min(outcome.arrivals[-1] for outcome in outcomes)
     if begin >= end:
-        raise MeasurementFailed("the requests never all decoded at once: request longer answers")
+        raise MeasurementFailed("at no time did all requests decode: request longer answers")
     tokens = sum(
         count
         for outcome in outcomes

@@ -17,7 +17,9 @@ def main(module: str, rounds: str, threads: str) -> None:
     """
     check = importlib.import_module(module)
     constants = [name for name in ("_ROUNDS", "_TURNS") if hasattr(check, name)]
-    assert constants, f"{module} has no number of rounds"
+    assert constants, (
+        f"{module} has none of the constants for the number of rounds: _ROUNDS, _TURNS"
+    )
     for name in constants:
         setattr(check, name, int(rounds))
     check._path = lambda threads: []  # type: ignore[attr-defined]

@@ -43,7 +43,9 @@ async def burst_rates(setup: Setup, bursts: Bursts) -> tuple[list[float], float]
         client = GrpcClient(Target(server.grpc_address, "grpc", temperature=bursts.temperature))
         try:
             served = await client.describe()
-            assert served.vocab_size is not None, "gRPC servers report it"
+            assert served.vocab_size is not None, (
+                "the gRPC server reported no vocabulary size, which every gRPC server must report"
+            )
             prompts = Prompts(ordinary_tokens(served.vocab_size), seed=0)
             for number in range(bursts.bursts):
                 load = Load(client, prompts, _plan(bursts, number))

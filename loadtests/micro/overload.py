@@ -205,7 +205,8 @@ async def run_load(bench: Bench, rates: Rates) -> Outcome:
     calls = await send_load(bench.router.grpc, load, tenants, options.seed)
     if failed := sum(call.status == "failed" for call in calls):
         raise MeasurementFailed(
-            f"{failed} of {len(calls)} requests failed for another reason than overload"
+            f"{failed} of {len(calls)} requests failed with an error other than overload: "
+            "expected none; see the server's log"
         )
     outcome = outcome_of(counted_calls(calls, tenants), options.seconds)
     shown = ", ".join(f"{name} {value:.3f}" for name, value in dataclasses.asdict(outcome).items())
@@ -226,8 +227,9 @@ async def find_capacity(bench: Bench) -> tuple[float, Outcome]:
             high = rate
     if best is None:
         raise MeasurementFailed(
-            f"at each of {bench.load.tries} rates, fewer than {KEPT:.0%} of the requests kept the "
-            "goals"
+            f"fewer than {KEPT:.0%} of the requests met the goals at each of the "
+            f"{bench.load.tries} rates that were tried: expected at least one rate that is low "
+            "enough"
         )
     return low, best
 

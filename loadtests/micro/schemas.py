@@ -217,18 +217,27 @@ class Checker:
         numbers = random.Random(seed)
         text = self.random_answer(grammar, numbers)
         if text is not None and not validator.is_valid(json.loads(text)):
-            yield f"the masks allow an invalid answer: {text}"
+            yield f"the token masks allowed an answer that does not match the schema: {text}"
         right = json.dumps(document, ensure_ascii=False)
         if not validator.is_valid(document):
-            yield f"the check is wrong, this document is invalid: {right}"
+            yield (
+                "the check itself is wrong: a document that it drew as valid does not match the "
+                f"schema: {right}"
+            )
         if (at := self.refused_at(grammar, right)) is not None:
-            yield f"the masks refuse a valid document at character {at}: {right}"
+            yield f"the token masks refuse a valid document at character {at}: {right}"
         wrong, end = mistake(document, drawn)
         if validator.is_valid(json.loads(wrong)):
-            yield f"the check is wrong, this document is valid: {wrong}"
+            yield (
+                "the check itself is wrong: a document that it drew as invalid matches the "
+                f"schema: {wrong}"
+            )
         at = self.refused_at(grammar, wrong)
         if at is None or at > end:
-            yield f"the masks refuse at {at}, not at the wrong value that ends at {end}: {wrong}"
+            yield (
+                "the token masks must refuse this document at its wrong value, which ends at "
+                f"character {end}, but refused it at {at} (None: not at all): {wrong}"
+            )
         if text is not None:
             yield ""
 

@@ -119,7 +119,10 @@ def write_ranks(folder: Path, file: Path) -> int:
         for rank, token in enumerate(tokens, int(first)):
             vocab["".join(chars[byte] for byte in b64decode(token))] = rank
     if sorted(vocab.values()) != list(range(len(vocab))):
-        raise ValueError(f"{file}: expected each of the ranks 0 to {len(vocab) - 1} once")
+        raise ValueError(
+            f"{file}: expected each rank from 0 to {len(vocab) - 1} exactly once, but ranks are "
+            "missing or repeated"
+        )
     _write(folder, vocab)
     return len(vocab) + 1
 

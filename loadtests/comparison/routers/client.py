@@ -130,8 +130,8 @@ def check_answer(response: bytes, output_len: int) -> int:
     texts = [text for text in texts if text]
     if len(texts) != output_len or any(text.strip() != TOKEN.strip() for text in texts):
         raise MeasurementFailed(
-            f"a stream had {len(texts)} events with {''.join(texts).count(TOKEN.strip())} tokens; "
-            f"expected {output_len} of one token"
+            f"a stream had {len(texts)} events with {''.join(texts).count(TOKEN.strip())} tokens: "
+            f"expected {output_len} events of one token each"
         )
     return len(chunks)
 

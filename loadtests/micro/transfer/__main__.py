@@ -93,7 +93,8 @@ def check_same_bytes(runs: Sequence[Figures]) -> None:
     if len({(each["bytes"], each["fingerprint"]) for each in runs}) > 1:
         sizes = [each["bytes"] for each in runs]
         raise MeasurementFailed(
-            f"the runs transferred different data (numbers of bytes: {sizes}): expected the same"
+            "the runs transferred different data: expected the same bytes in every run; sizes in "
+            f"bytes: {sizes}"
         )
 
 

@@ -100,7 +100,11 @@ class MeasuredServer:
         await load.run()
         failed = [outcome.error for outcome in load.outcomes if outcome.error]
         if failed or len(load.outcomes) < len(plan):
-            raise ServerUnusable(f"{len(failed)} of {len(plan)} requests failed: {failed[:1]}")
+            raise ServerUnusable(
+                f"{len(failed)} of {len(plan)} requests failed and "
+                f"{len(plan) - len(load.outcomes)} were not completed; first error: "
+                f"{failed[0] if failed else 'none'}"
+            )
         return sorted(load.outcomes, key=lambda outcome: outcome.number)
 
     async def arrangement(self) -> Arrangement:

@@ -47,7 +47,10 @@ def is_valid(wanted: StructuredOutputs, text: bytes) -> bool:
         case "regex":
             return re.fullmatch(wanted.text, written) is not None
         case kind:
-            raise ValueError(f"no check for constraints of the kind {kind!r}")
+            raise ValueError(
+                f"cannot check an answer against a constraint of kind {kind!r}: add a check for "
+                "this kind"
+            )
 
 
 def _is_valid_json(schema: dict[str, Any], written: str) -> bool:

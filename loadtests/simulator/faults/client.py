@@ -49,7 +49,8 @@ class HashModelClient:
         if not self._is_expected(choice, position):
             return None
         assert self._counted == self.at, (
-            f"client {self.number}: a token arrived before the call of `deliver_cached`"
+            f"client {self.number}: a token arrived before the number of cached prompt tokens "
+            "(`deliver_cached`)"
         )
         answer, cut_at = self.answers[choice], self.plan.cut
         answer.append(token)
@@ -57,7 +58,10 @@ class HashModelClient:
         if cut:
             del answer[cut_at:]
         right, who = self._right[choice], f"client {self.number}, choice {choice}"
-        assert answer == right[: len(answer)], f"{who}: {token} at {position} is wrong"
+        assert answer == right[: len(answer)], (
+            f"{who}: token {token} at position {position} is wrong: the answer differs from the "
+            "expected one"
+        )
         self._finished[choice] = cut or bool(finish)
         if not cut:
             return None
@@ -72,10 +76,11 @@ class HashModelClient:
     def deliver_cached(self, num_tokens: int) -> None:
         """Take the number of cached prompt tokens, delivered once per submission to a router."""
         assert self.how == LEFT or self._counted != self.at, (
-            f"client {self.number}: `deliver_cached` was called twice"
+            f"client {self.number}: the number of cached prompt tokens was delivered twice for "
+            "one submission (`deliver_cached`)"
         )
         assert num_tokens <= len(self.plan.prompt), (
-            f"client {self.number}: more cached tokens than prompt tokens"
+            f"client {self.number}: more prompt tokens were reported as cached than the prompt has"
         )
         self._counted = self.at
 
@@ -87,11 +92,11 @@ class HashModelClient:
         if self.how == LEFT:
             return False  # the router has not yet processed the disconnect
         who, here = f"client {self.number}, choice {choice}", len(self.answers[choice])
-        assert not self.over, f"{who}: tokens after the end"
+        assert not self.over, f"{who}: tokens arrived after the request had ended"
         if choice in self._cutting:
             return False  # rest of a message after the cut, which the production router also drops
-        assert not self._finished[choice], f"{who}: tokens after the finish reason"
-        assert position == here, f"{who}: position {position}, expected {here}"
+        assert not self._finished[choice], f"{who}: tokens arrived after the choice's finish reason"
+        assert position == here, f"{who}: a delivery has position {position}, expected {here}"
         return True
 
     def on_choice_stopped(self, choice: int) -> None:
@@ -101,10 +106,13 @@ class HashModelClient:
     def end(self, end: EndRequest) -> None:
         if self.how == LEFT:
             return
-        assert not self.over, f"client {self.number}: ended twice"
+        assert not self.over, f"client {self.number}: the request ended twice"
         self.how = end.status.value
         if end.status is Status.OK:
-            assert self.answers == self._right, f"client {self.number}: OK, but incomplete"
+            assert self.answers == self._right, (
+                f"client {self.number}: the request ended with status OK, but its answers are not "
+                "the complete expected answers"
+            )
             self._check_constraint()
 
     @property
@@ -120,7 +128,9 @@ class HashModelClient:
             return
         for answer in self.answers:
             text, who = text_of(answer), f"client {self.number}"
-            assert answer[-1] != END or is_valid(wanted, text), f"{who}: {text!r} is not valid"
+            assert answer[-1] != END or is_valid(wanted, text), (
+                f"{who}: the answer {text!r} violates the request's constraint"
+            )
 
     def leave(self) -> None:
         """Disconnect. From now on, all deliveries are ignored."""
@@ -135,9 +145,15 @@ class HashModelClient:
         """
         allowed = {"ok", LEFT, "deadline", "overloaded", "invalid"}
         assert self.over, f"client {self.number}: the request never ended"
-        assert not undisturbed or self.how in allowed, f"client {self.number}: {self.how}"
+        assert not undisturbed or self.how in allowed, (
+            f"client {self.number}: a request in a schedule without faults ended with the status "
+            f"{self.how}, which only a fault explains"
+        )
         if self.how in ("deadline", LEFT):
             plan = self.plan
             whys = (plan.deadline, plan.leaves_after, plan.leaves_moving)
             is_resumable = any(why != float("inf") for why in whys)
-            assert is_resumable or not plan.resumes, f"client {self.number}: unexplained {self.how}"
+            assert is_resumable or not plan.resumes, (
+                f"client {self.number}: the request ended with the status {self.how}, but it has "
+                "no deadline and its client does not leave"
+            )

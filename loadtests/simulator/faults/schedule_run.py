@@ -128,7 +128,8 @@ class ScheduleRun:
         while late := self._requests.running():
             if self.clock.next > bound:
                 raise InvariantViolated(
-                    f"requests {late} have not ended {END_WITHIN_SECONDS:g} s after the last event"
+                    f"requests {late} have not ended {END_WITHIN_SECONDS:g} s (simulated) after "
+                    "the last event of the schedule"
                 )
             self.clock.step()
         self.clock.run(max(self.clock.now, *last) + REST_SECONDS)
@@ -167,8 +168,12 @@ class ScheduleRun:
         for router in self._routers:
             if router.process.alive:
                 dispatcher = router.dispatcher
-                assert dispatcher.num_requests == 0, "a router still has requests that have ended"
-                assert not any(one.num_requests for one in dispatcher.workers()), "still counted"
+                assert dispatcher.num_requests == 0, (
+                    "a router still holds requests, although all requests have ended"
+                )
+                assert not any(one.num_requests for one in dispatcher.workers()), (
+                    "a router still counts requests at a worker, although all requests have ended"
+                )
                 self._count(router)
         for router, worker in self._live_pairs():
             check_index(router, worker)
@@ -285,7 +290,10 @@ class ScheduleRun:
     def _on_given_up(self, worker: Worker) -> None:
         """Replace a worker that a router reported as stuck, and check that it really was stuck."""
         if worker.process.alive and worker.executor.slowness < inf:
-            raise InvariantViolated(f"{worker.info.worker} was called stuck while it progressed")
+            raise InvariantViolated(
+                f"a router reported worker {worker.info.worker} as stuck, but the worker was "
+                "making progress"
+            )
         self.clock.after(0.0, lambda: self._injector.kill(worker, seen=True))
 
     def _assign(self, name: str, role: str) -> None:

@@ -43,7 +43,7 @@ def _drawn_allowed(hashed: int, choice: int, words: Words) -> int:
     if (words == -1).all():
         return _drawn(hashed, choice)
     allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
-    assert len(allowed), "a mask allows no token"
+    assert len(allowed), "the token mask of a sequence allows no token: expected at least one"
     return int(allowed[_drawn(hashed, choice, len(allowed))])
 
 

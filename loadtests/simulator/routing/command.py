@@ -132,7 +132,8 @@ def _loads(options: Options) -> Mapping[str, tuple[Sequence[Prompt], float]]:
     longest = max(row.input_len for row in rows)
     if longest > options.blocks * TRACE_BLOCK:
         raise ValueError(
-            f"--blocks ({options.blocks}) is too small for a prompt of {longest} tokens: raise it"
+            f"--blocks ({options.blocks}) is too small for the trace's longest prompt, which has "
+            f"{longest} tokens: raise --blocks"
         )
     shared = prompts_of(rows)
     return {

@@ -146,7 +146,9 @@ def find_capacity(overload: Overload) -> tuple[float, Outcome]:
         else:
             high = rate
     if not low:
-        raise ValueError("the cluster keeps the goals at none of the rates that were tried")
+        raise ValueError(
+            "the cluster meets the goals at none of the rates that were tried: raise --workers"
+        )
     return low, best
 
 

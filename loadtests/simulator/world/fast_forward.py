@@ -49,12 +49,18 @@ class FastForward:
         """
         state, fast_path = self._state, self._fast_path
         if state.in_flight.plans or not fast_path.can_continue(state.batch.rows):
-            raise ValueError("cannot fast-forward: a step is in flight or sequences changed")
+            raise ValueError(
+                "cannot fast-forward: a step is in flight, or the running sequences changed "
+                "since the last step"
+            )
         done = 0
         while done < len(drawn):
             last = fast_path.last
             if last is None or fast_path.num_until_limit() <= len(drawn) - done:
-                raise ValueError("cannot fast-forward: a sequence would reach its limit")
+                raise ValueError(
+                    "cannot fast-forward: a sequence would reach its length limit within these "
+                    "steps"
+                )
             num = min(fast_path.num_until_boundary - 1, len(drawn) - done)
             plan = (
                 self._skip_within_blocks(last, drawn[done : done + num])
@@ -95,7 +101,10 @@ class FastForward:
         """Plan the next step, commit it with the sampled tokens `drawn` [B] and return its plan."""
         plan = self._fast_path.next(last.number + 1, ahead=False)
         if plan is None or self._fast_path.commit(plan, drawn) is None:
-            raise ValueError("cannot fast-forward: blocks ran out, or a sequence may end")
+            raise ValueError(
+                "cannot fast-forward: there are too few free KV blocks, or a sequence may end in "
+                "the next step"
+            )
         return plan
 
     def _num_missing(self, last: StepPlan, num: int) -> int:

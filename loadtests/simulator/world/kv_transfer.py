@@ -149,19 +149,29 @@ class KvTransfer:
 
     def check_rest(self) -> None:
         """Raise AssertionError if a transfer has not ended."""
-        assert not self.receiver.num_unfinished, f"{self._name[0]} waits for a transfer"
-        assert not self._sender.num_unfinished, f"{self._name[0]} has not ended a transfer"
+        assert not self.receiver.num_unfinished, (
+            f"worker {self._name[0]} still waits for a KV transfer, although all requests have "
+            "ended"
+        )
+        assert not self._sender.num_unfinished, (
+            f"worker {self._name[0]} is still sending a KV transfer, although all requests have "
+            "ended"
+        )
 
     def _write(self, blocks: seq.Ints, content: Sequence[int]) -> None:
         """Write received blocks after checking that they are reserved for the transfer."""
         states = self._batcher.pool.state[blocks]
-        assert (states == State.RESERVED).all(), "a transfer writes blocks that are not its own"
+        assert (states == State.RESERVED).all(), (
+            "a KV transfer writes blocks that are not in state RESERVED"
+        )
         self._executor.write(blocks, content)
 
     def _read(self, blocks: seq.Ints) -> Sequence[int]:
         """Return the contents of blocks to send, after checking that they are still held."""
         states = self._batcher.pool.state[blocks]
-        assert (states <= State.LEASED).all(), "a transfer reads blocks that are not held"
+        assert (states <= State.LEASED).all(), (
+            "a KV transfer reads blocks that no sequence or lease holds"
+        )
         return self._executor.read(blocks)
 
 

@@ -297,7 +297,10 @@ class Router:
             case ev.DeliverEnd():
                 client.deliver_end(command)
             case ev.DeliverPrompt():
-                assert command.num_cached is not None, "no client here asks for prompt logprobs"
+                assert command.num_cached is not None, (
+                    "the router delivered prompt log probabilities, but no simulated client "
+                    "requests them"
+                )
                 client.deliver_cached(command.num_cached)
             case ev.EndRequest():
                 del self.clients[command.request]

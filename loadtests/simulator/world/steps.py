@@ -132,7 +132,10 @@ class StepRunner:
         if over:
             self._record(leap, over, passed)
             plan = self._plan(float(leap.ends[over - 1]))
-        assert plan is not None, "quiet steps ended early"
+        assert plan is not None, (
+            "there is no next step, although more steps without a scheduling decision were "
+            "predicted"
+        )
         self._begin(plan, float(leap.seconds[over]), float(leap.ends[over]))
 
     def _wake(self) -> None:
@@ -243,9 +246,15 @@ class StepRunner:
         drawn = np.zeros((len(starts), len(first.tokens)), np.int32)
         for index, start in enumerate(starts.tolist()):
             plan = self._plan(start)
-            assert plan is not None, "quiet steps ended early"
+            assert plan is not None, (
+                "there is no next step, although more steps without a scheduling decision were "
+                "predicted"
+            )
             output = self._compute(plan)
-            assert output.keys == first.keys, "quiet steps do not all have the same sequences"
+            assert output.keys == first.keys, (
+                "the sequences of a step changed within steps that were predicted to need no "
+                "scheduling decision"
+            )
             drawn[index] = output.tokens
         return drawn
 

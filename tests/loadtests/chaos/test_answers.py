@@ -52,14 +52,20 @@ def test_division_of_tokens_into_replies_does_not_matter() -> None:
 @pytest.mark.parametrize(
     ("replies", "message"),
     [
-        ([reply(0, 5), reply(0, 5)], "expected position 1, received 0"),
-        ([reply(0, 5), reply(2, 7)], "expected position 1, received 2"),
+        (
+            [reply(0, 5), reply(0, 5)],
+            "expected a reply that begins at position 1, received one that begins at 0",
+        ),
+        (
+            [reply(0, 5), reply(2, 7)],
+            "expected a reply that begins at position 1, received one that begins at 2",
+        ),
         (
             [reply(0, 5, 6, 7, 8, finish="length"), reply(4, 9)],
             "a reply came after the finish reason",
         ),
-        ([reply(0, 5, 6, 7, finish="length")], "3 tokens, not the 4"),
-        ([reply(0, 5, 6, 7, 8, finish="stop")], "finish is 'stop', not 'length'"),
+        ([reply(0, 5, 6, 7, finish="length")], "3 tokens; reference: 4"),
+        ([reply(0, 5, 6, 7, 8, finish="stop")], "finish is 'stop', but 'length' in the reference"),
         ([reply(0, 5, 6, 7, 8, finish="length"), reply(0, 5, choice=1)], "choices [0, 1], not [0]"),
     ],
 )
@@ -111,7 +117,7 @@ def test_restarted_choice_must_repeat_its_known_tokens() -> None:
     stream = stream_of(reply(0, 5), reply(1, 6))
     stream.choices[0].restart()
     stream.take(reply(0, 5, 9), 5.0)
-    assert "another token came for position 1" in compare(stream, EXPECTED, exact=False)[0][0]
+    assert "the token at position 1 differs" in compare(stream, EXPECTED, exact=False)[0][0]
 
 
 def test_requests_have_every_kind_and_depend_only_on_the_seed() -> None:
@@ -164,7 +170,7 @@ def test_calls_are_compared_without_their_ids() -> None:
     assert stream.arrivals == [0.0, 1.0]
     other = VALID.replace("river", "water")
     problems, _ = compare(calling(*called(other)), stream, exact=True)
-    assert problems == ["choice 0: other tool calls"]
+    assert problems == ["choice 0: the tool calls differ from those of the reference"]
 
 
 @pytest.mark.parametrize(
@@ -172,8 +178,11 @@ def test_calls_are_compared_without_their_ids() -> None:
     [
         (called(VALID[:-1]), "is not valid"),
         (called(VALID.replace("letter", "stone")), "is not valid: 'stone' is not one of"),
-        (called(VALID)[2:], "0 calls with the text ''"),
-        ([*called(VALID)[:1], *called(VALID)], "call 0 has no id, or two"),
+        (called(VALID)[2:], "0 tool calls and the text ''"),
+        (
+            [*called(VALID)[:1], *called(VALID)],
+            "the pieces of tool call 0 have no id, or more than one",
+        ),
         ([*called(VALID), chunk(finish="stop")], "a chunk came after the finish reason"),
     ],
 )

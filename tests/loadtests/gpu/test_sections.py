@@ -152,7 +152,7 @@ def test_stages_that_run_one_by_one_add_up_to_one_file_with_tuned_tiles(
     saved = json.loads(target.read_text())
     target.write_text(json.dumps(saved | {"about": saved["about"] | {"torch": "1.0"}}))
     assert gpu.main(["3", *options]) == 2
-    assert "has results of torch '1.0', not" in capsys.readouterr().err
+    assert "measured with another torch: '1.0' in the file" in capsys.readouterr().err
 
 
 @pytest.mark.process

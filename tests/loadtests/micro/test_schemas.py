@@ -59,4 +59,4 @@ def test_a_keyword_without_effect_is_found(lost: str, monkeypatch: pytest.Monkey
     checker = Checker(max_tokens=300)
     assert isinstance(checker.vocabulary, GrammarVocabulary)
     found = [line for seed in range(60) for line in checker.failures(seed) if line]
-    assert any("the masks" in line for line in found)
+    assert any("the token masks" in line for line in found)

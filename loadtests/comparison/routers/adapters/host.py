@@ -43,7 +43,7 @@ def running(
         deadline = time.monotonic() + _START_SECONDS
         while not _answers(ready_url):
             if process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"no answer at {ready_url} from {' '.join(command)}")
+                raise RuntimeError(f"{' '.join(command)} did not answer at {ready_url}")
             time.sleep(0.2)
         yield
     finally:

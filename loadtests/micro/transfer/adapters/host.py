@@ -232,7 +232,9 @@ async def _alternate(side: Side, destination: DestinationProcess, address: str) 
     fingerprint = side.fingerprint()
     destination.request("fingerprint")
     if (await destination.answer())["fingerprint"] != fingerprint:
-        raise TransferFailed("the fingerprint of the received blocks is not that of the sent ones")
+        raise TransferFailed(
+            "the received blocks differ from the sent blocks: their fingerprints are not equal"
+        )
     source.stop()
     return {
         "bytes": work.num_bytes,

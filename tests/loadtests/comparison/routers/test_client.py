@@ -36,9 +36,9 @@ def test_last_event_without_text_is_no_token() -> None:
 @pytest.mark.parametrize(
     ("chunks", "message"),
     [
-        ((event(" a", "length"), DONE), "1 events with 1 tokens; expected 2"),
+        ((event(" a", "length"), DONE), "1 events with 1 tokens: expected 2"),
         ((event(" a"), event(" a"), event(" a", "length"), DONE), "3 events with 3 tokens"),
-        ((event(" a a", "length"), DONE), "1 events with 2 tokens; expected 2 of one token"),
+        ((event(" a a", "length"), DONE), "1 events with 2 tokens: expected 2 events of one token"),
         ((event(" a"), event(" b", "length"), DONE), "2 events with 1 tokens"),
         ((event(" a"), event(" a", "length")), "without a finish reason or an end mark"),
         ((event(" a"), event(" a"), DONE), "without a finish reason or an end mark"),

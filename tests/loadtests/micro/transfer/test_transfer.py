@@ -39,7 +39,7 @@ def test_changed_byte_fails_the_measurement(monkeypatch: pytest.MonkeyPatch) -> 
         return {name: "0" if name == "fingerprint" else value for name, value in found.items()}
 
     monkeypatch.setattr(DestinationProcess, "answer", changed)
-    with pytest.raises(TransferFailed, match="is not that of the sent ones"):
+    with pytest.raises(TransferFailed, match="fingerprints are not equal"):
         asyncio.run(host.measure(SMALL.work))
 
 
