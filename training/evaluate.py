@@ -138,7 +138,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     if options.engine is None and options.kv_cache_dtype != "auto":
-        parser.error("--kv-cache-dtype needs --engine")
+        parser.error("--kv-cache-dtype needs --engine: add --engine, or leave out --kv-cache-dtype")
     if options.engine is None:
         answer = transformers_answer(options.folder)
     else:

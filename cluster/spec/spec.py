@@ -83,9 +83,8 @@ class ModelSpec:
         cached, dtype = self.kv_cache_dtype, self.dtype
         if dtype in ("bfloat16", "float16") and cached not in ("auto", dtype, "fp8", "int8"):
             raise SpecError(
-                f"kv_cache_dtype: {cached} cannot be used with dtype {dtype}: a float cache of "
-                "another dtype than the model requires dtype float32; set kv_cache_dtype to "
-                "auto, fp8 or int8"
+                f"kv_cache_dtype: {cached} cannot be used with dtype {dtype}: a cache of another "
+                "float dtype needs dtype float32; use auto, fp8 or int8"
             )
 
 
@@ -172,9 +171,7 @@ class PoolSpec:
                 "groups of equal size; use a divisor of tp"
             )
         if self.gpus is not None and self.gpus > 1:
-            raise SpecError(
-                f"gpus: a rank uses at most 1 GPU, not {self.gpus}: to use more GPUs, set tp or pp"
-            )
+            raise SpecError(f"gpus: at most 1 per rank, not {self.gpus}: for more, set tp or pp")
         if self.least > self.most:
             raise SpecError(f"min_replicas: {self.least} is more than max_replicas ({self.most})")
         if not self.least <= self.replicas <= self.most:
@@ -291,8 +288,7 @@ class ClusterSpec:
     def __post_init__(self) -> None:
         if self.pass_env and self.ray_address is not None:
             raise SpecError(
-                "pass_env: is not used with ray_address: leave it out, and set these variables "
-                "on the nodes of Ray's cluster"
+                "pass_env: is not used with ray_address: set variables on Ray's nodes instead"
             )
         self._check_models()
         self._check_ports()
@@ -302,8 +298,8 @@ class ClusterSpec:
             for name in ("cpus", "gpus"):
                 if pool.most and getattr(pool, name) is None:
                     raise SpecError(
-                        f"pools.{role}.{name}: is required with pool_nodes, since the nodes that "
-                        "would determine its default may not exist yet"
+                        f"pools.{role}.{name}: is required with pool_nodes: set it, because its "
+                        "default depends on the pool's nodes, which may not exist yet"
                     )
 
     @property
@@ -370,10 +366,7 @@ class ClusterSpec:
     def _check_ports(self) -> None:
         last = max(self.ports(self.routers - 1))
         if last > 65535:
-            raise SpecError(
-                f"routers: router {self.routers} would use port {last}, but the highest port is "
-                "65535: set fewer routers or a lower port"
-            )
+            raise SpecError(f"routers: router {self.routers} would use port {last} (above 65535)")
         used = zip(("HTTP", "gRPC", "operators"), self._first_ports(), strict=True)
         for (kind, port), (other, another) in combinations(used, 2):
             if not (port and another) or abs(port - another) >= self._ports_per_kind:

@@ -68,7 +68,10 @@ def merged(records: Sequence[Record]) -> Record:
     for other in records[1:]:
         for name in ("model", "threads", "work", "cost", "machine"):
             if getattr(other, name) != getattr(first, name):
-                raise BadRecord(f"cannot merge runs with different values of {name!r}")
+                raise BadRecord(
+                    f"cannot merge runs with different values of {name!r}: merge only runs with "
+                    "equal settings"
+                )
     rounds = [runs for record in records for runs in record.rounds]
     ran = {run.engine for runs in rounds for run in runs}
     left_out = {name: why for record in records for name, why in record.left_out.items()}

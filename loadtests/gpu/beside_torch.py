@@ -138,7 +138,10 @@ class PenstockEngine:
         result = stepper.advance(self._commanded)
         self._commanded = False
         if result.failed:
-            raise RuntimeError("the logits of random weights contain NaN or infinity")
+            raise RuntimeError(
+                "a model with random weights gave logits that are NaN or infinite: expected "
+                "finite numbers"
+            )
         stepper.plan_next()
         if result.output is None:
             return []

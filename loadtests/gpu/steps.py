@@ -118,7 +118,10 @@ def decode(engine: Engine, clock: Clock, batch: int, load: Load) -> list[Step]:
             commanded = False
             left -= len(result.finished)
             if result.failed:
-                raise RuntimeError("the logits of random weights contain NaN or infinity")
+                raise RuntimeError(
+                    "a model with random weights gave logits that are NaN or infinite: expected "
+                    "finite numbers"
+                )
             pipeline.plan_next()
             with changed:
                 changed.wait_for(lambda: pipeline.due or not pipeline.busy)

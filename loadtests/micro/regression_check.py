@@ -221,8 +221,8 @@ def _compare_with_tree(guard: CheckOptions) -> int:
     try:
         if guard.record or guard.rounds < 2:
             raise ValueError(
-                f"--against needs --rounds of 2 or more (not {guard.rounds}), and cannot be used "
-                "with --record"
+                f"--against needs --rounds of at least 2, not {guard.rounds}, and cannot be used "
+                "with --record: raise --rounds, or leave out --record"
             )
         other = SourceTree.at(Path(guard.against))
     except ValueError as error:

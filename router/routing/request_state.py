@@ -306,11 +306,15 @@ def phase_of(state: RequestState) -> Phase:
 def check(state: RequestState) -> None:
     """Assert that the state of a request that has not ended is consistent."""
     attempts = [held.attempt for held in (state.running, state.pending, state.lease) if held]
-    assert state.status is None, "request has ended but is still kept"
-    assert not state.token_log.is_complete, "all choices have ended, but the request has not"
+    assert state.status is None, "the request has ended, but its state is still kept"
+    assert not state.token_log.is_complete, (
+        "all choices of the request have ended, but the request is not marked as ended"
+    )
     assert len(set(attempts)) == len(attempts), "two workers hold the same attempt"
     assert all(0 < attempt <= state.attempt for attempt in attempts), (
         "a worker holds an attempt whose number is not from 1 to the request's latest attempt"
     )
-    assert state.running is None or state.lease is None, "the request is both running and leased"
+    assert state.running is None or state.lease is None, (
+        "the request is running on a worker and also has a lease: expected at most one of both"
+    )
     assert len(set(state.workers())) == len(attempts), "one worker holds the request twice"

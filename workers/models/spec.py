@@ -314,10 +314,7 @@ def _alibi(config: Fields, family: Family, num_heads: int, num_kv_heads: int) ->
         return None
     rounded = family.alibi == "rounded"
     if rounded and num_kv_heads != num_heads:
-        raise config.unsupported(
-            f"ALiBi is supported only with as many KV heads as query heads ({num_heads}), not "
-            f"with {num_kv_heads}"
-        )
+        raise config.unsupported(f"ALiBi needs {num_heads} KV heads, not {num_kv_heads}")
     return AlibiSpec(alibi_slopes(num_heads, config.size("alibi_bias_max", 8)), rounded)
 
 

@@ -142,10 +142,7 @@ class Batcher:
         if self.limits.num_stages > 1:
             plan = self._plan_stage(number)
         elif len(plans) > 1:
-            raise ValueError(
-                f"{len(plans)} steps are in flight, the maximum: commit a step before planning "
-                "another one"
-            )
+            raise ValueError(f"{len(plans)} steps are in flight: commit one before planning more")
         else:
             plan = self._plan_next(number, ahead=bool(plans))
         if plan is not None:

@@ -90,7 +90,8 @@ def table_tensors(
     size = math.prod(module.optional.get(suffix, (0,)))
     if size > MAX_STATE_BYTES:
         raise BadCheckpoint(
-            f"tensor {module.name}.{suffix} has {size} bytes, more than {MAX_STATE_BYTES}"
+            f"tensor {module.name}.{suffix} has {size} bytes, but at most {MAX_STATE_BYTES} are "
+            "allowed: download the checkpoint again"
         )
     yield StoredTensor(suffix, (size,), torch.uint8, ("U8",))
 

@@ -62,8 +62,8 @@ def checked(cell: Cell, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     for side, measured in (("Penstock's", ours), ("vLLM's", theirs)):
         if measured["preempted"] < cell.least_preempted:
             raise MeasurementFailed(
-                f"{cell.name}: {side} scheduler preempted {measured['preempted']} times; at least "
-                f"{cell.least_preempted} times are needed"
+                f"{cell.name}: {side} scheduler preempted {measured['preempted']} times, "
+                f"but a measurement of preemption needs at least {cell.least_preempted}"
             )
     if ours["tokens"] != theirs["tokens"]:
         raise MeasurementFailed(

@@ -169,9 +169,7 @@ class Cluster:
             while self._left:
                 if self.clock.now > last + END_SECONDS:
                     waits = f"{self._left} requests never end"
-                    raise RuntimeError(
-                        f"{waits}: the cluster has too few workers for the load; add workers"
-                    )
+                    raise RuntimeError(f"{waits}: the cluster is too small, add workers")
                 self.clock.step()
         self._accrue_cost()
         for worker in self._live.values():

@@ -303,10 +303,7 @@ class Worker:
     def check_rest(self) -> None:
         """Raise AssertionError if the worker holds anything after all requests have ended."""
         check_rest(self.batcher, self.info.worker)
-        assert self.idle, (
-            f"worker {self.info.worker} still holds sequences for a router, although all requests "
-            "have ended"
-        )
+        assert self.idle, f"worker {self.info.worker} still holds sequences for a router"
         self.kv_transfer.check_rest()
 
 

@@ -336,7 +336,7 @@ def _check_ranges(cursor: _Cursor, tensors: list[GgufTensor], file_bytes: int) -
     end, last = 0, ""
     for each in sorted(tensors, key=lambda each: each.start):
         if each.start < end:
-            raise cursor.bad(f"tensor {each.name} overlaps tensor {last}")
+            raise cursor.bad(f"the bytes of tensor {each.name} overlap those of tensor {last}")
         end, last = each.start + each.num_bytes, each.name
         if end > file_bytes:
             raise cursor.bad(

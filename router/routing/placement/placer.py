@@ -300,9 +300,7 @@ class Placer:
             assert state.is_unassigned == self.is_waiting(request), (
                 "request must be either placed or queued"
             )
-            assert not (request in self._queue and request in self._throttle), (
-                "the request is both in the queue and in the throttle"
-            )
+            assert not (request in self._queue and request in self._throttle), "queued twice"
             names = self._holders.get(request, [])
             for name in state.workers():
                 assert self._registry.get(name) is not None, "an unknown worker holds the request"

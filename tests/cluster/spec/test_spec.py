@@ -145,7 +145,7 @@ def model(**settings: Any) -> dict[str, Any]:
         ),
         (
             {"routers": 3, "router": {"grpc_port": 65534}},
-            "routers: router 3 would use port 65536, but the highest port is 65535",
+            "routers: router 3 would use port 65536 (above 65535)",
         ),
         ({"pools": {}}, "pools: no worker prefills: set replicas of prefill or mixed"),
         ({"pools": {"decode": {"replicas": 1}}}, "pools: no worker prefills"),
@@ -153,7 +153,7 @@ def model(**settings: Any) -> dict[str, Any]:
         ({"pools": {"mixed": {"replicas": 0}}}, "pools: no worker prefills"),
         ({"pools": {"mixed": {"replicas": -1}}}, "pools.mixed.replicas: expected from 0 to 1024"),
         ({"pools": {"mixed": {"ep": 2}}}, "pools.mixed: ep: 2 does not divide tp (1): the tp"),
-        ({"pools": {"mixed": {"gpus": 2}}}, "pools.mixed: gpus: a rank uses at most one GPU"),
+        ({"pools": {"mixed": {"gpus": 2}}}, "pools.mixed: gpus: at most 1 per rank, not 2"),
         ({1: 2}, "1: unknown key"),
         ({"pools": {"mixed": {"labels": "a=b"}}}, "pools.mixed.labels: expected a list of strings"),
         (

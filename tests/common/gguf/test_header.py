@@ -169,7 +169,8 @@ LIES: dict[str, tuple[bytes, str]] = {
     ),
     "tensor twice": (whole((), (tensor(),) * 2, 500), "tensor a appears twice"),
     "overlap": (
-        whole((), (tensor(), tensor("b", offset=64)), 500), "tensor b overlaps tensor a",
+        whole((), (tensor(), tensor("b", offset=64)), 500),
+        "the bytes of tensor b overlap those of tensor a",
     ),
     "offset beyond the file": (
         whole((), (tensor(offset=1 << 40),), 500),

@@ -181,8 +181,8 @@ async def test_incompatible_source_is_refused_with_the_reason(
         ({"first_head": 2, "last_head": 3}, "this rank receives only"),
         ({"bytes": 1 << 40}, "bytes, but its positions"),
         ({"start": 3}, "expected bounds that are multiples of the block size"),
-        ({"source_rank": 1}, "which this transfer does not have"),
-        ({"destination_rank": 1}, "which this transfer does not have"),
+        ({"source_rank": 1}, "the unknown rank pair"),
+        ({"destination_rank": 1}, "the unknown rank pair"),
     ],
 )
 async def test_invalid_header_fails_only_its_own_transfer(

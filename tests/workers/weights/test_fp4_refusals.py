@@ -88,7 +88,7 @@ def bytes_of(text: bytes) -> torch.Tensor:
         (
             "bitsandbytes-nf4-nested",
             replaced(STATE, torch.zeros(5000, dtype=torch.uint8)),
-            f"tensor {STATE} has 5000 bytes, more than 4096",
+            f"tensor {STATE} has 5000 bytes, but at most 4096 are allowed",
         ),
         (
             "bitsandbytes-nf4-nested",

@@ -156,14 +156,9 @@ class _IncomingTransfer:
         expected = self.expected
         named = (header.router, header.request, header.attempt)
         if named != (expected.router, expected.request, expected.attempt):
-            raise BadShard(
-                f"a message names the request {named}, but its epoch is that of a transfer for "
-                "another request"
-            )
+            raise BadShard(f"a message for {named} has the epoch of another request's transfer")
         if self.peer is None or header.pair not in self.peer.pairs:
-            raise BadShard(
-                f"a message names the rank pair {header.pair}, which this transfer does not have"
-            )
+            raise BadShard(f"a message was announced for the unknown rank pair {header.pair}")
         if header.index in self.pieces:
             raise BadShard(f"two messages of a transfer have the index {header.index}")
         rank = header.pair[1]

@@ -58,7 +58,10 @@ def test_submission_counts_only_if_the_cell_includes_it() -> None:
     ("changes", "message"),
     [
         ({"tokens": 9}, "vLLM 9"),
-        ({"preempted": 1}, "vLLM's scheduler preempted 1 times; at least 3"),
+        (
+            {"preempted": 1},
+            "vLLM's scheduler preempted 1 times, but a measurement of preemption needs at least 3",
+        ),
     ],
 )
 def test_sides_with_different_work_are_not_compared(changes: dict[str, int], message: str) -> None:

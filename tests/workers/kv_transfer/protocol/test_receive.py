@@ -91,7 +91,7 @@ def test_transfer_succeeds_when_all_pieces_are_received() -> None:
         ({"attempt": 2}, "another request"),
         ({"shard": Shard(WHOLE, 0, 4)}, "this rank receives only"),
         ({"num_bytes": 11}, "11 bytes, but its positions, layers and heads need 12"),
-        ({"pair": (0, 1)}, "which this transfer does not have"),
+        ({"pair": (0, 1)}, "unknown rank pair"),
     ],
 )
 def test_invalid_header_is_discarded_and_received_nowhere(
