@@ -100,19 +100,11 @@ class ConnectionGuard:
 
     def _admit(self, descriptor: int, num_open: Counter[str]) -> None:
         """Count a new socket in `num_open`, or shut it down if its address has too many."""
-        # gRPC may close the descriptor at any time, and its number may then be reused for another
-        # file. Use a copy of the descriptor, which stays the same socket until it is closed here.
-        try:
-            copy = os.dup(descriptor)
-        except OSError:  # the descriptor has been closed
-            return
-        try:
-            connection = socket.socket(fileno=copy)
-        except OSError:  # the descriptor was reused, but not for a socket
-            os.close(copy)
+        connection = socket_of(descriptor)
+        if connection is None:
             return
         with connection:
-            inode = _socket_inode(copy)
+            inode = _socket_inode(connection.fileno())
             if inode in self._known:  # the descriptor was reused for a known socket
                 return
             network = self._client_of(connection)
@@ -133,6 +125,24 @@ class ConnectionGuard:
         except OSError:  # the socket is listening, or the client has disconnected
             return ""
         return client_network(peer[0]) if own[1] == self._port else ""
+
+
+def socket_of(descriptor: int) -> socket.socket | None:
+    """Return the socket of a file descriptor, or None if it is closed or not a socket.
+
+    gRPC may close the descriptor at any time, and its number may then be reused for another file.
+    The returned object has a copy of the descriptor, which stays the same socket until it is
+    closed.
+    """
+    try:
+        copy = os.dup(descriptor)
+    except OSError:  # the descriptor has been closed
+        return None
+    try:
+        return socket.socket(fileno=copy)
+    except OSError:  # the descriptor was reused, but not for a socket
+        os.close(copy)
+        return None
 
 
 def num_descriptors() -> int:

@@ -149,7 +149,8 @@ class InferenceApi:
         answers = await self._frontend.submit([generation_request])
         try:
             echo = request.echo_prompt_tokens
-            await ReplyStream(answers, generation_request, echo, context).send()
+            seconds = self._frontend.config.connections.write_seconds
+            await ReplyStream(answers, generation_request, echo, context, seconds).send()
         finally:
             answers.close()
             trailer = self._explainer.trailer(answers.numbers[0], generation_request.request_id)

@@ -1,12 +1,14 @@
 """The replies of one call to `Generate`, written to the call's gRPC stream."""
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 
 import grpc.aio
 
 from penstock.protos import inference_pb2 as pb
 from penstock.router.api.grpc_codec import prompt_replies, to_reply
+from penstock.router.errors import Code, ServingError
 from penstock.router.requests.request import GenerationRequest
 from penstock.router.requests.response_stream import (
     MAX_MERGED_TOKENS,
@@ -25,11 +27,16 @@ class ReplyStream:
     write at a time. Before each of its own writes, the task that reads the deltas therefore waits
     until such a write has ended.
 
+    If the client reads nothing for too long, the call fails and its unread tokens are dropped. gRPC
+    cannot reset a single call of a connection. The task therefore waits for its last write, and
+    sends the status when the client reads again.
+
     Args:
         deltas: the answers of the call, which has one request.
         generation: the request.
         echo_prompt: whether to send the prompt's tokens with the first reply.
         context: the call.
+        write_seconds: longest time of one write.
     """
 
     def __init__(
@@ -38,7 +45,9 @@ class ReplyStream:
         generation: GenerationRequest,
         echo_prompt: bool,
         context: grpc.aio.ServicerContext,
+        write_seconds: float,
     ) -> None:
+        self._write_seconds = write_seconds
         self._deltas = deltas
         self._generation = generation
         self._context = context
@@ -54,6 +63,7 @@ class ReplyStream:
         self._reply_tokens = self._token_reply.tokens
         # The write of a token that is in progress, if any.
         self._write: Coroutine[asyncio.Future[None], None, None] | None = None
+        self._unread_error: ServingError | None = None  # set if the client has read nothing
         # Future for which this write waits.
         self._written: asyncio.Future[None] | None = None
 
@@ -67,7 +77,7 @@ class ReplyStream:
                     has_begun = True
                     await self._send_prompt_logprobs()
                 for each in slices_of(delta, MAX_MERGED_TOKENS):
-                    await self._context.write(self._reply(each))
+                    await self._write_reply(self._reply(each))
                     await self._slices.pause()
                 if has_begun:
                     self._deltas.writer = self._write_token
@@ -78,8 +88,33 @@ class ReplyStream:
     async def _send_prompt_logprobs(self) -> None:
         for reply in prompt_replies(self._deltas.prompt_logprobs.get(0, ())):
             reply.request_id = self._generation.request_id
-            await self._context.write(reply)
+            await self._write_reply(reply)
             await self._slices.pause()
+
+    async def _write_reply(self, reply: pb.GenerateReply) -> None:
+        with self._time_limit():
+            await self._context.write(reply)
+
+    @contextmanager
+    def _time_limit(self) -> Iterator[None]:
+        """Fail the call if the body of this context takes longer than `write_seconds`.
+
+        Raises:
+            ServingError: the body took longer.
+        """
+        timer = asyncio.get_running_loop().call_later(self._write_seconds, self._fail_unread)
+        try:
+            yield
+        finally:
+            timer.cancel()
+        if self._unread_error is not None:
+            raise self._unread_error
+
+    def _fail_unread(self) -> None:
+        reason = f"the answer was read too slowly: nothing was read for {self._write_seconds:g} s"
+        self._unread_error = ServingError(Code.OVERLOADED, reason)
+        self._deltas.fail(self._unread_error)
+        self._deltas.drop_unread()
 
     def _reply(self, delta: Delta) -> pb.GenerateReply:
         self._num_tokens += len(delta.tokens)
@@ -127,5 +162,8 @@ class ReplyStream:
         self._write = self._written = None
 
     async def _finish_write(self) -> None:
-        while self._written is not None:
-            await asyncio.wait((self._written,))
+        if self._written is None:
+            return
+        with self._time_limit():
+            while self._written is not None:
+                await asyncio.wait((self._written,))

@@ -197,6 +197,11 @@ class ResponseStream:
             self.fail(error)
         self._wake_reader()
 
+    def drop_unread(self) -> None:
+        """Forget the unread deltas of a call that has failed."""
+        self._unread.clear()
+        self._num_unread = 0
+
     def close(self) -> None:
         """End the call and cancel all open requests."""
         self.fail(ClientDisconnectedError())

@@ -19,6 +19,7 @@ from penstock.protos.serving.call_error import CallError, abort
 from penstock.protos.serving.call_handlers import CallHandlers
 from penstock.protos.serving.connection_guard import ConnectionGuard
 from penstock.protos.serving.health import HealthService, health_handlers
+from penstock.protos.serving.unread_calls import until_written
 from penstock.workers.config import WorkerConfig
 from penstock.workers.engine.determinism_check import check_batch_invariance
 from penstock.workers.engine.engine import Engine
@@ -43,6 +44,7 @@ log = logging.getLogger(__name__)
 _MAX_MISSED_HEARTBEATS = 10  # a stream ends after this many silent heartbeat intervals
 _MAX_MISSED_CANARIES = 3  # health is NOT_SERVING after this many `canary_seconds` without a step
 _CHECK_SECONDS = 1.0
+WRITE_SECONDS = 60.0  # a stream ends if the write of one message takes longer
 
 Requests = AsyncIterator[wire.ToWorker]
 
@@ -54,8 +56,9 @@ class WorkerService:
     """
 
     def __init__(
-        self, config: WorkerConfig, manager: SessionManager, welcome: wire.Welcome
+        self, config: WorkerConfig, manager: SessionManager, welcome: wire.Welcome, port: int
     ) -> None:
+        self._port = port
         self._heartbeat_seconds = config.heartbeat_seconds
         self._manager = manager
         self._welcome = welcome
@@ -81,7 +84,8 @@ class WorkerService:
             reader.cancel()
             self._manager.close(session)
             log.info("router %s detached: %s", session.router, session.stream_end)
-        await writer  # send all queued messages before the status
+        # The status can be sent only after the last message has been written.
+        await until_written(writer, context, self._port, WRITE_SECONDS)
         if end.code is not grpc.StatusCode.OK:
             await abort(context, CallError(end.code, end.reason))
 
@@ -147,11 +151,19 @@ class WorkerService:
 
     async def _write(self, session: Session, context: grpc.aio.ServicerContext) -> None:
         """Write messages and heartbeats until the stream ends."""
+        loop = asyncio.get_running_loop()
+        unread = f"the router has read nothing for {WRITE_SECONDS:g} s"
         try:
             while session.stream_end is None:
                 message = await session.next(self._heartbeat_seconds)
                 if message is not None:
-                    await context.write(message)
+                    timer = loop.call_later(
+                        WRITE_SECONDS, session.end, grpc.StatusCode.RESOURCE_EXHAUSTED, unread
+                    )
+                    try:
+                        await context.write(message)
+                    finally:
+                        timer.cancel()
                 elif session.stream_end is None:
                     self._manager.send_heartbeat(session)
         except grpc.aio.InternalError:
@@ -293,7 +305,7 @@ async def serve_worker(
     times = config.transfer_seconds, config.canary_seconds
     dispatch = SessionManager(engine, identity, address, *times, pulse)
     welcome = _welcome(config, engine, dispatch.kv_transfer.endpoint)
-    service = WorkerService(config, dispatch, welcome)
+    service = WorkerService(config, dispatch, welcome, int(address.rpartition(":")[2]))
     transfer_pb2_grpc.add_TransferServicer_to_server(dispatch.kv_transfer.receiver, server)  # type: ignore[no-untyped-call]
     healthy = HealthService(MAX_HEALTH_WATCHES)
     calls = CallHandlers(RECEIVE_SECONDS)

@@ -12,13 +12,22 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from penstock.protos import inference_pb2
 from penstock.protos.serving import connection_guard
 from penstock.router.config import RouterConfig
-from tests.support.raw_http2 import PREFACE, raw_http2, settings
+from tests.support.raw_http2 import (
+    PREFACE,
+    headers,
+    message,
+    raw_http2,
+    settings,
+    window_update,
+)
 from tests.support.served_router import Served, client_of, serving, until
 from tests.support.stub_worker import StubWorker
 
 SERVICE = "penstock.v1.Inference"
+GENERATE = f"/{SERVICE}/Generate"
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 METHODS = [
     *(f"/{SERVICE}/{name}" for name in ("Generate", "Tokenize", "ListModels")),
@@ -114,6 +123,28 @@ async def test_calls_of_one_connection_are_bounded(config: RouterConfig) -> None
         assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         watch.cancel()
         assert (await waiting).status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_call_whose_client_reads_nothing_ends_alone(config: RouterConfig) -> None:
+    bounds = replace(config.connections, write_seconds=0.1)
+    request = inference_pb2.GenerateRequest(text="hi", sampling={"max_tokens": 2000})
+    content = request.SerializeToString()
+    async with serving(replace(config, connections=bounds), StubWorker()) as served:
+        frontend = served.router.frontend
+        # HTTP/2 gives each call of a connection its own window. The third one may be sent.
+        calls = [(headers(number, GENERATE), message(number, content)) for number in (1, 3, 5)]
+        async with raw_http2(
+            served.router.grpc_address,
+            *(PREFACE, settings(initial_window_size=0)),
+            *(window_update(0, 1 << 24), *calls[0], *calls[1]),
+        ) as client:
+            await until(lambda: len(served.worker.drops) == 2)
+            assert frontend.num_open_requests == 0
+            client.send(calls[2][0], window_update(5, 1 << 24), calls[2][1])
+            assert await client.status(5) == grpc.StatusCode.OK.value[0]
+            client.send(window_update(1, 1 << 24))
+            assert await client.status(1) == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
+            assert not [frame for frame in client.frames if frame.stream == 3 and frame.flags & 1]
 
 
 @pytest.mark.parametrize("bound", ["grpc_idle_seconds", "grpc_age_seconds"])

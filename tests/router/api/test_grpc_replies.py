@@ -8,12 +8,14 @@ import pytest
 from penstock.common.sampling_params import SamplingParams
 from penstock.protos import inference_pb2 as pb
 from penstock.router.api.grpc_replies import ReplyStream
+from penstock.router.errors import ServingError
 from penstock.router.requests.request import GenerationRequest
 from penstock.router.requests.response_stream import (
     ClientDisconnectedError,
     Delta,
     ResponseStream,
 )
+from tests.support.served_router import until
 
 
 class Context:
@@ -44,13 +46,13 @@ class Context:
 class Call:
     """A call with one request, and the task that writes its replies."""
 
-    def __init__(self) -> None:
+    def __init__(self, write_seconds: float = 600.0) -> None:
         self.context = Context()
         self.cancelled: list[int] = []
         self.stream = ResponseStream(100, self.cancelled.extend)
         self.stream.add_request(1, seed=3)
         request = GenerationRequest([1, 2], SamplingParams(n=1), request_id="abc")
-        replies = ReplyStream(self.stream, request, False, self.context)
+        replies = ReplyStream(self.stream, request, False, self.context, write_seconds)
         self.task = asyncio.create_task(replies.send())
 
     async def deliver(self, position: int) -> bool:
@@ -144,3 +146,24 @@ async def test_task_ends_only_after_the_write_in_progress() -> None:
     call.context.blocked.popleft().set_result(None)
     with pytest.raises(RuntimeError, match="deadline"):
         await call.task
+
+
+@pytest.mark.parametrize("num_later", [0, 5])
+async def test_client_that_reads_nothing_loses_its_unread_tokens(num_later: int) -> None:
+    """The write that blocks is that of a token if more tokens follow, else that of the end."""
+    call = Call(write_seconds=0.01)
+    await settle()
+    await call.deliver(0)
+    call.context.is_slow = True
+    await call.deliver(1)
+    for position in range(2, 2 + num_later):
+        await call.deliver(position)
+    if not num_later:
+        await call.end(2)
+    await until(lambda: call.stream.has_failed)
+    assert call.cancelled == [1] * bool(num_later)
+    assert not call.task.done()  # gRPC needs the status after the write in progress
+    call.context.blocked.popleft().set_result(None)
+    with pytest.raises(ServingError, match="nothing was read for 0.01 s"):
+        await call.task
+    assert call.context.tokens() == [0, 1]

@@ -218,3 +218,35 @@ async def test_router_that_reads_nothing_is_ended_alone(
         slow.send(window_update(1, 1 << 20))
         await slow.frame(DATA, 1)
         assert await slow.status(1) == status.value[0]
+
+
+@pytest.mark.parametrize("reads_later", [True, False])
+async def test_silent_reader_is_ended_and_then_disconnected(
+    worker: RunningWorker,
+    router: AttachedRouter,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    reads_later: bool,
+) -> None:
+    """A router with heartbeats that reads no message is treated as lost, though little waits."""
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(grpc_service, "WRITE_SECONDS", 60.0 if reads_later else 0.2)
+    hello = wire.ToWorker(number=1, hello=wire.Hello(protocol=PROTOCOL, router="silent"))
+    async with raw_http2(
+        worker.address,
+        *(PREFACE, settings(initial_window_size=0), headers(1, ATTACH, *TOKEN)),
+        message(1, hello.SerializeToString()),
+    ) as silent:
+        number = 1
+        while not silent.is_closed and not (reads_later and number > 20):
+            await asyncio.sleep(HEARTBEAT_SECONDS / 4)
+            number += 1
+            heartbeat = wire.ToWorker(number=number, heartbeat=wire.Heartbeat())
+            silent.send(message(1, heartbeat.SerializeToString()))
+        if reads_later:
+            silent.send(window_update(1, 1 << 20))
+            await silent.frame(DATA, 1)
+            assert "router silent detached" not in caplog.text
+    assert silent.is_closed is not reads_later
+    if not reads_later:
+        assert "the router has read nothing for 0.2 s" in caplog.text
