@@ -55,14 +55,13 @@ class PromptEncoder:
         tenant: str,
         add_special_tokens: bool = True,
         name: str = "prompt",
-        is_truncated: bool = False,
     ) -> list[int]:
         """Return the token ids of the text of field `name`; raise INVALID if the text is too long.
 
-        A text whose tokens are truncated afterwards (`is_truncated`) may have any length.
+        The limit also holds for a text whose tokens are truncated afterwards, because encoding 4 MB
+        can take 8 s and 1 GB of memory.
         """
-        if not is_truncated:
-            self._check(len(text), name)
+        self._check(len(text), name)
         without_control, tokenizer = self._without_control, self._tokenizer
         encode = tokenizer.encode_without_control if without_control else tokenizer.encode
         # Control tokens are encoded as text in a thread, because the second tokenizer that this
@@ -78,16 +77,13 @@ class PromptEncoder:
         prompts: Sequence[str | list[int]],
         tenant: str,
         add_special_tokens: bool,
-        is_truncated: bool,
     ) -> list[list[int]]:
         """Return the token ids of all prompts of a call. Some prompts may already be token ids."""
         slices = Slices()
         encoded: list[list[int]] = []
         for prompt in prompts:
             if isinstance(prompt, str):
-                prompt = await self.encode(
-                    prompt, tenant, add_special_tokens, is_truncated=is_truncated
-                )
+                prompt = await self.encode(prompt, tenant, add_special_tokens)
             encoded.append(prompt)
             await slices.pause()
         return encoded

@@ -124,10 +124,7 @@ class OpenAiApi:
         self._frontend.check_model(body.model)
         sampling = self._calls.sampling_params(body, len(parsed.prompts))
         encoding = self._frontend.prompts.encode_prompts(
-            parsed.prompts,
-            request.state.tenant,
-            body.add_special_tokens is not False,
-            is_truncated=body.truncate_prompt_tokens is not None,
+            parsed.prompts, request.state.tenant, body.add_special_tokens is not False
         )
         prompts = await while_connected(request, encoding)
         return await self._respond(request, parsed, prompts, sampling)

@@ -60,6 +60,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "many prompts": (COMPLETIONS, {"prompt": ["a"] * 300_000}, "prompt", "not 300000"),
     "long list of token ids": (COMPLETIONS, {"prompt": [5] * 1_000_000}, "prompt", "1000000"),
     "long text": (COMPLETIONS, {"prompt": " " * 1_000_000}, "prompt", "1000000 characters"),
+    "long text that is truncated": (
+        COMPLETIONS,
+        {"prompt": " " * 4_000_000, "truncate_prompt_tokens": 5},
+        "prompt",
+        "4000000 characters",
+    ),
     "logit_bias": (
         COMPLETIONS,
         {"prompt": "x", "logit_bias": {str(i): 1 for i in range(200_000)}},
