@@ -47,6 +47,44 @@ CHANGES_THE_ANSWER = {
     "dry_multiplier": 0.8,
     "xtc_probability": 0.5,
     "suffix": "x",
+    "tool_prompt": "x",
+    "instructions": "x",
+    "max_output_tokens": 5,
+    "reasoning": {"effort": "low"},
+    "prompt_cache_options": {"mode": "explicit"},
+    "add_special_tokens": True,
+    "lora_request": {"lora_name": "x"},
+    "repetition_detection": {"max_pattern_size": 5},
+    "truncation_side": "right",
+    "no_stop_trim": True,
+    "separate_reasoning": False,
+    "stream_reasoning": False,
+    "session_params": {"id": "x"},
+    "extra_key": "x",
+    "custom_params": {"a": 1},
+    "max_new_tokens": 5,
+    "min_new_tokens": 5,
+    "bootstrap_host": "10.0.0.1",
+    "bootstrap_port": 8998,
+    "bootstrap_room": 1,
+    "data_parallel_rank": 1,
+    "return_hidden_states": True,
+    "lora": [{"id": 0, "scale": 0.5}],
+    "n_probs": 5,
+    "reasoning_format": "none",
+    "repeat_penalty": 1.1,
+    "samplers": ["top_k"],
+    "t_max_predict_ms": 100,
+    "top_n_sigma": 1.0,
+    "adapter_id": "x",
+    "do_sample": False,
+    "watermark": True,
+    "format": "json",
+    "options": {"temperature": 0},
+    "think": False,
+    "enable_thinking": False,
+    "thinking": {"type": "disabled"},
+    "thinking_budget": 5,
     "guided_decoding_backend": "outlines",
     "guided_whitespace_pattern": " ",
 }
@@ -60,6 +98,25 @@ async def test_field_that_would_change_the_answer_is_refused(
         await client.chat.completions.create(model="stub", messages=HELLO, extra_body={name: value})
     assert refusal.value.param == name
     assert served.worker.submits == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("max_completion_tokens", 5), ("top_logprobs", 2), ("reasoning_effort", "low")],
+)
+async def test_completion_with_a_field_of_chats_is_refused(
+    client: Any, served: Served, name: str, value: object
+) -> None:
+    with pytest.raises(openai.BadRequestError, match=f"{name} is a field of /v1/chat") as refusal:
+        await client.completions.create(model="stub", prompt="x", extra_body={name: value})
+    assert refusal.value.param == name
+    assert served.worker.submits == []
+    await client.completions.create(model="stub", prompt="x", extra_body={name: None})
+
+
+async def test_every_refused_field_is_tested() -> None:
+    known = {"tools", "tool_choice", "documents", "include_reasoning"}  # chats have these fields
+    assert PERMITTED_VALUES.keys() - CHANGES_THE_ANSWER.keys() == known
 
 
 @pytest.mark.parametrize("name", PERMITTED_VALUES)

@@ -16,6 +16,7 @@ from penstock.common.value_text import value_text
 from penstock.router.api.generation.strict_model import Ids, StrictModel, Texts
 from penstock.router.api.openai.messages import Conversation, OpenAiBody
 from penstock.router.api.openai.structured_fields import StructuredFields
+from penstock.router.api.openai.unsupported_fields import check_chat_fields
 from penstock.router.config import RequestBounds
 from penstock.router.errors import invalid
 from penstock.router.parsers.answer_parser import ParsingOptions
@@ -188,6 +189,10 @@ class CompletionRequest(BaseRequest):
     logprobs: int | None = None
     add_special_tokens: bool | None = None
     echo: bool | None = None
+
+    def check_extra(self) -> None:
+        super().check_extra()
+        check_chat_fields(self.model_extra or {})
 
     @property
     def only_echo(self) -> bool:

@@ -18,7 +18,15 @@ PERMITTED_VALUES: Mapping[str, Sequence[Any]] = {
     "moderation": (None,),
     "verbosity": (None, "medium"),
     "prompt_cache_options": (None, {}, {"mode": "implicit"}),
+    # OpenAI's Responses API
+    "instructions": (None,),
+    "max_output_tokens": (None,),
+    "reasoning": (None, {}),
     # vLLM
+    "add_special_tokens": (None, False),  # of chats, whose template writes the special tokens
+    "lora_request": (None,),
+    "repetition_detection": (None,),
+    "truncation_side": (None, "left"),
     "guided_decoding_backend": (None,),
     "guided_whitespace_pattern": (None,),
     "logprob_token_ids": (None,),
@@ -39,7 +47,27 @@ PERMITTED_VALUES: Mapping[str, Sequence[Any]] = {
     "stop_regex": (None, []),
     "custom_logit_processor": (None,),
     "lora_path": (None,),
+    "no_stop_trim": (None, False),
+    "separate_reasoning": (None, True),
+    "stream_reasoning": (None, True),
+    "session_params": (None,),
+    "extra_key": (None,),
+    "custom_params": (None,),
+    "max_new_tokens": (None,),
+    "min_new_tokens": (None, 0),
+    "bootstrap_host": (None,),
+    "bootstrap_port": (None,),
+    "bootstrap_room": (None,),
+    "data_parallel_rank": (None,),
+    "return_hidden_states": (None, False),
     # llama.cpp
+    "lora": (None, []),
+    "n_probs": (None, 0),
+    "reasoning_format": (None, "auto", "deepseek"),
+    "repeat_penalty": (None, 1),
+    "samplers": (None, []),
+    "t_max_predict_ms": (None, 0),
+    "top_n_sigma": (None, -1),
     "json_schema": (None,),
     "grammar": (None, ""),
     "n_predict": (None, -1),
@@ -47,8 +75,24 @@ PERMITTED_VALUES: Mapping[str, Sequence[Any]] = {
     "dynatemp_range": (None, 0),
     "dry_multiplier": (None, 0),
     "xtc_probability": (None, 0),
+    # TGI
+    "adapter_id": (None,),
+    "do_sample": (None, True),
+    "tool_prompt": (None,),
+    "watermark": (None, False),
+    # Ollama
+    "format": (None, ""),
+    "options": (None, {}),
+    "think": (None,),
+    # hosted models that can reason
+    "enable_thinking": (None,),
+    "thinking": (None,),
+    "thinking_budget": (None,),
 }
 """Refused fields, each with its permitted values, which mean the same as no value."""
+
+CHAT_FIELDS = ("max_completion_tokens", "top_logprobs", "reasoning_effort")
+"""Fields of chats that completions do not have. Completions with a value of them are refused."""
 
 
 def check_unsupported_fields(fields: Mapping[str, Any]) -> None:
@@ -56,3 +100,14 @@ def check_unsupported_fields(fields: Mapping[str, Any]) -> None:
     for name, value in fields.items():
         if name in PERMITTED_VALUES and not any(value == one for one in PERMITTED_VALUES[name]):
             raise invalid(f"{name} is not supported: leave it out", name)
+
+
+def check_chat_fields(fields: Mapping[str, Any]) -> None:
+    """Raise an error if the unknown fields of a completion contain a field of chats."""
+    for name in CHAT_FIELDS:
+        if fields.get(name) is not None:
+            raise invalid(
+                f"{name} is a field of /v1/chat/completions, but not of /v1/completions: leave it "
+                "out",
+                name,
+            )
