@@ -43,6 +43,8 @@ class ConnectionBounds:
     # Open connections of one IPv4 address or IPv6 network (see `client_network`); 0 means no limit.
     max_connections_per_address: int = 2048
     idle_seconds: float = 75.0  # longest pause from a response to the next HTTP request
+    # Age of an HTTP connection after which it is closed with its next response.
+    http_age_seconds: float = 3600.0
     write_seconds: float = 60.0  # a client that reads nothing for longer is disconnected
     # Time to read the rest of a request that was answered before all of it had arrived.
     linger_seconds: float = 2.0

@@ -22,7 +22,8 @@ from penstock.common.text.tokenizer import ModelTokenizer
 from penstock.protos.serving.connection_guard import ConnectionGuard
 from penstock.router.api.admin import admin_app
 from penstock.router.api.auth import ApiKeys
-from penstock.router.api.connection import BoundedConnection, ConnectionLimits
+from penstock.router.api.connection import BoundedConnection
+from penstock.router.api.connection_limits import ConnectionLimits
 from penstock.router.api.grpc import set_health, start_grpc
 from penstock.router.api.http import CommonHeadersMiddleware, CorsMiddleware
 from penstock.router.api.openai.routes import openai_app

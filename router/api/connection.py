@@ -5,7 +5,6 @@ All limits apply even before a request is authenticated.
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -18,12 +17,10 @@ from uvicorn.protocols.http.httptools_impl import (
     RequestResponseCycle,
 )
 
-from penstock.protos.serving.refused_connections import RefusedConnections, client_network
+from penstock.router.api.connection_limits import ConnectionLimits
 from penstock.router.api.http import add_common_headers, error_response
 from penstock.router.api.write_batch import WriteBatch
-from penstock.router.config import ConnectionBounds, RequestBounds
 from penstock.router.errors import Code, ServingError, invalid
-from penstock.router.requests.call_pacer import CallPacer
 
 log = logging.getLogger(__name__)
 
@@ -131,56 +128,6 @@ class BodyWriter:
         self._transport.close()
 
 
-class ConnectionLimits:
-    """Limits of a server's connections, and the numbers of its open connections.
-
-    Args:
-        requests: limits on the size and time of a request's head.
-        bounds: limits on times and numbers of connections.
-        on_malformed: called for each request that is not valid HTTP.
-        refused: counts the connections that exceed the limits.
-    """
-
-    def __init__(
-        self,
-        requests: RequestBounds,
-        bounds: ConnectionBounds,
-        on_malformed: Callable[[], None] = lambda: None,
-        refused: RefusedConnections | None = None,
-    ) -> None:
-        self.max_head_bytes = requests.max_header_bytes
-        self.receive_seconds = requests.receive_seconds
-        self.bounds = bounds
-        self.on_malformed = on_malformed
-        self._refused = refused or RefusedConnections("HTTP")
-        self._max_per_network = bounds.max_connections_per_address or bounds.max_connections
-        self.pacer = CallPacer()
-        self.batch = WriteBatch()
-        self._num_open = 0
-        self._num_by_network: Counter[str] = Counter()
-
-    def open(self, address: str) -> bool:
-        """Count a new connection; return whether it is within the limits."""
-        network = client_network(address)
-        self._num_open += 1
-        self._num_by_network[network] += 1
-        is_within = (
-            self._num_open <= self.bounds.max_connections
-            and self._num_by_network[network] <= self._max_per_network
-        )
-        if not is_within:
-            self._refused.add(network)
-        return is_within
-
-    def close(self, address: str) -> None:
-        """Stop counting a connection that `open` has counted."""
-        network = client_network(address)
-        self._num_open -= 1
-        self._num_by_network[network] -= 1
-        if not self._num_by_network[network]:
-            del self._num_by_network[network]
-
-
 class BoundedConnection(HttpToolsProtocol):
     """A connection that is closed if its client sends too much or too slowly, or does not read.
 
@@ -188,6 +135,7 @@ class BoundedConnection(HttpToolsProtocol):
       are counted as they arrive, because the parser accepts headers of any length.
     - At most one timer runs while no request is complete. Only a new request, a complete head or a
       complete response restarts this timer; an empty line does not.
+    - A connection that is too old is closed after its next response.
     - If the connection responds to a request before the request's body is complete, it closes after
       this response.
     """
@@ -208,6 +156,8 @@ class BoundedConnection(HttpToolsProtocol):
         self._is_in_head = False
         self._ignores_input = False
         self._is_last_response = False
+        # The first response after this time closes the connection.
+        self._last_response_at = self.loop.time() + self.limits.bounds.http_age_seconds
         self._running: BodyWriter | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
@@ -309,15 +259,20 @@ class BoundedConnection(HttpToolsProtocol):
             self._stop_write_timer()
 
     async def _call_app(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Call the application; if it responds before the request's end, close the connection."""
+        """Call the application.
+
+        If it responds before the request's end, or if the connection is old, the connection is
+        closed after the response.
+        """
         body: BodyWriter = scope["extensions"][BODY_WRITER]
         self._running, cycle = body, body.cycle
         if scope["method"] == "POST":  # other requests, such as health checks, are cheap
             await self.limits.pacer.wait()
 
         async def send_checked(message: Message) -> None:
-            is_early = message["type"] == "http.response.start" and cycle.more_body
-            if is_early:
+            is_start = message["type"] == "http.response.start"
+            is_early = is_start and cycle.more_body
+            if is_early or (is_start and self.loop.time() > self._last_response_at):
                 headers = [*message.get("headers", ()), (b"connection", b"close")]
                 message = {**message, "headers": headers}
             await send(message)

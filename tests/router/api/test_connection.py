@@ -19,8 +19,8 @@ from penstock.router.api.connection import (
     BODY_WRITER,
     MAX_COLLECTED,
     BoundedConnection,
-    ConnectionLimits,
 )
+from penstock.router.api.connection_limits import ConnectionLimits
 from penstock.router.config import ConnectionBounds, RequestBounds, RouterConfig
 from tests.support.api_keys import user_keys
 from tests.support.served_router import Served, client_of, serving, until
@@ -398,6 +398,16 @@ async def test_idle_connection_serves_until_its_timeout(config: RouterConfig) ->
             writer.write(GET)
             await reader.readuntil(b"no worker")
         assert b"HTTP/1.1" not in await read_end(reader)
+
+
+async def test_old_connection_is_closed_after_its_next_response(config: RouterConfig) -> None:
+    for seconds, num_answers in ((600.0, 3), (0.0, 1)):
+        old = with_times(config, http_age_seconds=seconds, idle_seconds=0.2)
+        async with serving(old) as served, open_raw(served) as (reader, writer):
+            writer.write(GET * 3)
+            answers = await read_end(reader)
+            assert answers.count(b"HTTP/1.1 503") == num_answers
+            assert answers.count(b"connection: close") == (num_answers == 1)
 
 
 async def test_answer_before_the_end_of_a_body_closes_the_connection(config: RouterConfig) -> None:
