@@ -24,6 +24,7 @@ class StubServer(inference_pb2_grpc.InferenceServicer):
     requests: list[Any] = field(default_factory=list)
     keys: list[Any] = field(default_factory=list)
     refuse: bool = False
+    ending: str = "heard"
 
     def ListModels(self, request: Any, context: grpc.ServicerContext) -> Any:
         return inference_pb2.ListModelsReply(models=[inference_pb2.Model(name="parrot")])
@@ -32,9 +33,9 @@ class StubServer(inference_pb2_grpc.InferenceServicer):
         self.requests.append(request)
         self.keys.append(dict(context.invocation_metadata()).get("authorization"))
         if self.refuse:
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the prompt is\ntoo long")
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the prompt is\ntoo long\x1b[2J")
         yield inference_pb2.GenerateReply(text=f"{len(request.chat.messages)} ")
-        yield inference_pb2.GenerateReply(text="heard", finish_reason="stop")
+        yield inference_pb2.GenerateReply(text=self.ending, finish_reason="stop")
 
 
 @pytest.fixture
@@ -103,7 +104,7 @@ def test_refused_chat_gives_a_one_line_error(
     servicer, address = stub_server
     servicer.refuse = True
     assert chat(["--address", address], "hello\n", monkeypatch) == 1
-    assert capsys.readouterr().err == f"penstock chat: {address}: the prompt is too long\n"
+    assert capsys.readouterr().err == f"penstock chat: {address}: the prompt is too long\ufffd[2J\n"
 
 
 def test_refused_question_is_removed_from_the_conversation(
@@ -166,7 +167,29 @@ def test_interactive_chat_shows_interruptions_and_errors(
         assert [each.content for each in conversation.messages] == ["hello", "1 "]
         servicer.refuse = True
         show(conversation, "hello", console)
-        assert "the prompt is too long" in screen.getvalue()
+        assert "the prompt is too long\ufffd[2J" in screen.getvalue()
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_answers_cannot_control_the_terminal(
+    stub_server: tuple[StubServer, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    is_terminal: bool,
+) -> None:
+    servicer, address = stub_server
+    servicer.ending = "\x1b]0;title\x07\t\u00e9\x9b2J\r"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal, raising=False)
+    assert chat(["--address", address], "hello\n", monkeypatch) == 0
+    printed = "\ufffd]0;title\ufffd\t\u00e9\ufffd2J\ufffd" if is_terminal else servicer.ending
+    assert capsys.readouterr().out == f"1 {printed}\n"
+    screen = StringIO()
+    with grpc.insecure_channel(address) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]
+        talk = Conversation([stub], [], "", inference_pb2.Sampling())
+        show(talk, "hello", Console(file=screen, highlight=False))
+    assert not set(screen.getvalue()) & {"\x1b", "\x07", "\x9b", "\r"}
+    assert talk.messages[-1].content == f"1 {servicer.ending}"
 
 
 def interrupted(*_: object, **__: object) -> None:

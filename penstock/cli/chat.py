@@ -5,6 +5,7 @@ once it has been restarted.
 """
 
 import argparse
+import re
 import sys
 import time
 from collections.abc import Generator, Iterator, Sequence
@@ -14,6 +15,7 @@ from typing import Any
 
 import grpc
 from rich.console import Console
+from rich.markup import escape
 
 from penstock.cli.client_key import add_key_file
 from penstock.cli.flags import Parser
@@ -33,6 +35,8 @@ SECONDS_TO_CONNECT = 10.0
 # If a router fails during an answer, the call is repeated for this many seconds after the last
 # piece of text.
 SECONDS_TO_RETURN = 60.0
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""Control characters other than tab and line break, which could control the terminal."""
 
 
 class ChatFailed(RuntimeError):
@@ -187,14 +191,23 @@ def _count(text: str) -> int:
     return number
 
 
+def printable(text: str) -> str:
+    """Return a text of the server for a terminal, with U+FFFD for each control character."""
+    return CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
 def _answer(talk: Conversation) -> int:
-    """Answer each line of standard input on standard output."""
+    """Answer each line of standard input on standard output.
+
+    Control characters are replaced only if standard output is a terminal.
+    """
+    shown = printable if sys.stdout.isatty() else str
     for line in sys.stdin:
         question = line.strip()
         if not question:
             continue
         for piece in talk.send(question):
-            print(piece, end="", flush=True)
+            print(shown(piece), end="", flush=True)
         print(flush=True)
     return 0
 
@@ -202,7 +215,8 @@ def _answer(talk: Conversation) -> int:
 def _converse(talk: Conversation, name: str) -> int:
     """Chat interactively. Ctrl-C stops an answer, and ends the chat if no answer is running."""
     console = Console(highlight=False)
-    console.print(f"[dim]Chatting with {name}. Ctrl-D quits; /new starts a new conversation.[/]")
+    shown = escape(printable(name))
+    console.print(f"[dim]Chatting with {shown}. Ctrl-D quits; /new starts a new conversation.[/]")
     while True:
         try:
             question = console.input("[bold green]you> [/]").strip()
@@ -221,7 +235,7 @@ def show(talk: Conversation, question: str, console: Console) -> None:
     pieces = talk.send(question)
     try:
         for piece in pieces:
-            console.out(piece, end="", highlight=False)
+            console.out(printable(piece), end="", highlight=False)
     except KeyboardInterrupt:
         console.print("[dim] (stopped)[/]", end="")
     except ChatFailed as error:
@@ -233,7 +247,7 @@ def show(talk: Conversation, question: str, console: Console) -> None:
 
 def _error_text(error: grpc.RpcError) -> str:
     """Return the error of a failed gRPC call in one line."""
-    code, details = error.code(), " ".join((error.details() or "").split())
+    code, details = error.code(), printable(" ".join((error.details() or "").split()))
     if code is grpc.StatusCode.UNAVAILABLE and "connect" in details.lower():
         return "no server answers there: start one with `penstock serve`, or give another --address"
     return details or code.name
