@@ -12,7 +12,12 @@ from penstock.router.api.grpc_chat import chat_sizes
 from penstock.router.errors import invalid
 from penstock.router.requests.cost import CallSizes
 from penstock.router.requests.generation_defaults import GenerationDefaults
-from penstock.router.requests.request import GenerationRequest, ResumeState, safe_request_id
+from penstock.router.requests.request import (
+    GenerationRequest,
+    ResumeState,
+    check_timeout,
+    safe_request_id,
+)
 from penstock.router.requests.response_stream import Delta
 
 PROMPT_TOKENS_PER_REPLY = 128
@@ -106,6 +111,7 @@ def to_generation_request(
     """Decode a `GenerateRequest`; `time_left` is the time to the call's deadline in seconds."""
     bounds = [] if time_left is None else [max(time_left, 0.001)]
     if request.timeout_seconds:
+        check_timeout(request.timeout_seconds)
         bounds.append(request.timeout_seconds)
     return GenerationRequest(
         prompt,

@@ -1,13 +1,11 @@
 """Admission of a client's request: checks the request, and makes its routing request and output."""
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
 
 from penstock.common.sampling_params import SamplingParams
 from penstock.common.text.tokenizer import ModelTokenizer
 from penstock.router.config import RequestBounds, RouterConfig
-from penstock.router.errors import invalid
 from penstock.router.requests.best_of import BestOfRanker
 from penstock.router.requests.cost import (
     CallSizes,
@@ -23,6 +21,7 @@ from penstock.router.requests.request import (
     check_cache_salt,
     check_priority,
     check_prompt,
+    check_timeout,
     resolve_sampling,
     stop_options,
 )
@@ -144,11 +143,7 @@ class RequestAdmission:
         """Return the time limit of a request in seconds."""
         if request.timeout is None:
             return self._config.timeout
-        if not (request.timeout > 0 and math.isfinite(request.timeout)):
-            raise invalid(
-                f"the timeout must be a positive number of seconds, not {request.timeout:g}",
-                "timeout",
-            )
+        check_timeout(request.timeout)
         return min(self._config.timeout, request.timeout)
 
 

@@ -1,5 +1,6 @@
 """A client's request, independent of the protocol, and its validation."""
 
+import math
 import secrets
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -69,6 +70,14 @@ def check_priority(priority: int) -> None:
             f"priority must be an integer from {-(2**31)} to {2**31 - 1}, not "
             f"{number_text(priority)}",
             "priority",
+        )
+
+
+def check_timeout(seconds: float) -> None:
+    """Refuse a time limit that is not positive and finite."""
+    if not (seconds > 0 and math.isfinite(seconds)):
+        raise invalid(
+            f"the timeout must be a positive number of seconds, not {seconds:g}", "timeout"
         )
 
 

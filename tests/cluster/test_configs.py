@@ -17,7 +17,9 @@ def test_all_routers_and_workers_share_the_secrets_of_their_cluster() -> None:
     assert len(workers) == 2
     assert {each.hash_key for each in routers} == {shared.hash_key}
     assert {each.hash_key for each in workers} == {shared.hash_key}
-    assert {each.token for each in workers} == {each.worker_token for each in routers}
+    assert {each.token for each in workers} == {shared.token}  # None would allow all callers
+    assert {each.worker_token for each in routers} == {shared.token}
+    assert len(shared.token) >= 32
 
 
 def test_clusters_have_different_secrets() -> None:

@@ -261,6 +261,16 @@ async def test_invalid_request_is_refused_with_a_reason(
     assert sentence_served.worker.submits == []
 
 
+@pytest.mark.parametrize("seconds", [NAN, math.inf, -1.0])
+async def test_invalid_timeout_is_refused_although_the_call_has_a_deadline(
+    channel: grpc.aio.Channel, seconds: float
+) -> None:
+    request = pb.GenerateRequest(text="x", timeout_seconds=seconds)
+    with pytest.raises(grpc.aio.AioRpcError) as refusal:
+        await stub_of(channel).Generate(request, timeout=60).read()
+    assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
 async def test_an_unknown_model_is_not_found(channel: grpc.aio.Channel) -> None:
     stub = stub_of(channel)
     calls = [
