@@ -14,7 +14,7 @@ this prompt.
 The hash does not depend on the weights and the dtype of the model. Compare hashes only between
 caches of the same cluster, and only if the fingerprints in their layouts are equal.
 
-`block_hash` is BLAKE2b with a 16-byte digest, keyed by the parent. `root_hash` is the BLAKE2b of
+`block_hash` is BLAKE2b with a 32-byte digest, keyed by the parent. `root_hash` is the BLAKE2b of
 the salt, keyed by the secret. Other implementations must produce equal hashes.
 """
 
@@ -26,7 +26,7 @@ from hashlib import blake2b
 import numpy as np
 import numpy.typing as npt
 
-HASH_BYTES = 16
+HASH_BYTES = 32
 MAX_SALT_BYTES = 256
 SHORT_HASH_BYTES = 8
 MIN_KEY_BYTES, MAX_KEY_BYTES = 16, 64
@@ -59,7 +59,7 @@ def root_hash(key: bytes, salt: bytes) -> bytes:
 
 
 def block_hash(parent: bytes, tokens: npt.NDArray[np.int32]) -> bytes:
-    """Return the 16-byte hash of a full block.
+    """Return the 32-byte hash of a full block.
 
     Args:
         parent: hash of the previous block, or `root_hash` for the first block.
