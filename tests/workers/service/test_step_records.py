@@ -53,6 +53,26 @@ async def test_step_records_have_the_work_of_each_step(
     assert list(steps.ended) == sorted(steps.ended)
 
 
+async def test_prompt_of_another_tenant_takes_the_work_of_a_new_prompt(
+    worker: RunningWorker,
+) -> None:
+    """The time to the first token therefore does not show which prompts other tenants have sent."""
+    prompt = PROMPT[::-1]
+    router = await AttachedRouter(worker.address, "secret").open()
+    work = []
+    for request, salt in enumerate((b"a", b"a", b"b", b"a\0own"), 10):
+        before = len((await steps_of(worker, "secret")).number)
+        await router.submit(request, prompt, greedy(3), salt=salt)
+        await router.answer(request)
+        steps = await steps_of(worker, "secret")
+        columns = (steps.tokens, steps.sequences, steps.positions, steps.pairs)
+        work.append([list(column[before:]) for column in columns])
+    await router.close()
+    first, again, *others = work
+    assert again[0][0] < first[0][0] == len(prompt)
+    assert others == [first, first]
+
+
 async def test_step_records_need_the_token(worker: RunningWorker) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await steps_of(worker, "wrong")
