@@ -2,8 +2,6 @@
 
 import asyncio
 import contextlib
-import ctypes
-import gc
 import itertools
 import tempfile
 import time
@@ -12,12 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from tests.fuzz.inputs import Input
 from tests.fuzz.strategies import HttpRoute, inputs
 from tests.fuzz.target import Target, target
+from tests.support.memory import resident_bytes
 from tests.support.served_router import model_folder
 
 PART = 500
@@ -75,11 +73,11 @@ def run(num_inputs: int, seed_: int, tell: Callable[[str], None] = lambda line: 
             if result.num_inputs >= num_inputs or result.problem:
                 break
             _run_part(session, num_inputs, seed_ * 1_000_003 + part, result)
-            before = before or _resident()
+            before = before or resident_bytes()
             tell(f"{result.num_inputs} inputs, {time.perf_counter() - began:.0f} s")
         result.problem = result.problem or session.runner.run(session.target.settle())
         result.longest_callback = session.target.times.longest
-        result.growth = _resident() - before
+        result.growth = resident_bytes() - before
     finally:
         session.close()
     if not result.problem and result.growth > MAX_GROWTH:
@@ -156,11 +154,3 @@ def replay(given_: Input) -> str:
         return problem or session.runner.run(session.target.settle())
     finally:
         session.close()
-
-
-def _resident() -> int:
-    """Release free memory to the system; return the resident memory in bytes."""
-    gc.collect()
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
-    return int(psutil.Process().memory_info().rss)

@@ -10,7 +10,7 @@ import pytest
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from tokenizers import AddedToken
 
-from penstock.common.grammar.cache import GrammarCache
+from penstock.common.grammar.cache import MAX_BYTES, GrammarCache
 from penstock.common.grammar.compiler import grammar_text
 from penstock.common.grammar.matcher import (
     CompiledGrammar,
@@ -22,6 +22,7 @@ from penstock.common.grammar.matcher import (
 from penstock.common.invalid_parameter import InvalidParameterError
 from penstock.common.structured_outputs import StructuredOutputs, choice, json_schema
 from penstock.common.text.tokenizer import ModelTokenizer
+from tests.support.memory import resident_bytes
 from tests.support.tokenizers import KINDS, id_of, write_folder
 
 TOKENIZER = ModelTokenizer(Path(__file__).parents[3] / "penstock" / "models" / "demo")
@@ -167,7 +168,7 @@ def test_cache_compiles_a_constraint_once_and_drops_the_least_recently_used() ->
         made.append(VOCABULARY)
         return VOCABULARY
 
-    cache = GrammarCache(vocabulary, max_text_bytes=2 * 1024 + 100)
+    cache = GrammarCache(vocabulary, max_bytes=300 << 10)
     first, second, third = (choice([name]) for name in ("a", "b", "c"))
     assert cache.find(first) is None
     assert cache.compile(first) is cache.compile(first)
@@ -177,6 +178,23 @@ def test_cache_compiles_a_constraint_once_and_drops_the_least_recently_used() ->
     assert cache.find(second) is None
     assert cache.find(first) is not None
     assert (cache.num_compiled, len(made)) == (3, 1)
+
+
+def test_memory_of_the_cache_stays_flat_over_many_schemas() -> None:
+    """After the cache is full, a leak of 4 KiB in each of 2,000 schemas would be noticed."""
+    cache = GrammarCache(lambda: VOCABULARY)
+    words = np.full(num_words(VOCAB_SIZE), -1, np.int32)
+    sizes = []
+    for number in range(3000):
+        if number in (0, 1000):
+            sizes.append(resident_bytes())
+        properties = {f"k{number}": {"type": "string", "maxLength": 5}}
+        matcher = cache.compile(json_schema({"type": "object", "properties": properties})).matcher()
+        matcher.fill(words)
+    sizes.append(resident_bytes())
+    empty, full, end = sizes
+    assert full - empty < 2 * MAX_BYTES  # `grammar_bytes` is an estimate
+    assert end - full < 8 << 20
 
 
 def test_slices_change_no_mask() -> None:

@@ -1,8 +1,6 @@
 """Costly calls, allowed or refused, do not disturb other calls, and their memory is returned."""
 
 import asyncio
-import ctypes
-import gc
 import json
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import suppress
@@ -11,7 +9,6 @@ from typing import Any
 
 import grpc.aio
 import httpx
-import psutil
 import pytest
 import pytest_asyncio
 
@@ -19,6 +16,7 @@ from penstock.protos import inference_pb2 as pb
 from penstock.protos import inference_pb2_grpc
 from penstock.router.config import RouterConfig
 from tests.support.api_keys import user_keys
+from tests.support.memory import resident_bytes
 from tests.support.served_router import Served, client_of, serving, until
 from tests.support.stub_worker import StubWorker
 
@@ -58,12 +56,6 @@ async def stream_tokens(served: Served, num_tokens: int) -> list[int]:
         stub: Any = inference_pb2_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]
         request = pb.GenerateRequest(text="other", sampling=pb.Sampling(max_tokens=num_tokens))
         return [token async for reply in stub.Generate(request) for token in reply.tokens]
-
-
-def resident_bytes() -> int:
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    return int(psutil.Process().memory_info().rss)
 
 
 async def read(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> bytes:
