@@ -42,6 +42,7 @@ TICK_SECONDS = 0.1
 
 READINESS_EVENTS = (ev.WorkerUp, ev.WorkerLost, ev.RoleChanged, ev.Tick)
 """Events that can change whether the router is ready."""
+DRAINING = "the router is draining"
 
 
 class Frontend:
@@ -74,7 +75,7 @@ class Frontend:
         self.helpers = helpers
         self.prompts = PromptEncoder(tokenizer, config, lambda: self.model, helpers)
         self.metrics = RequestMetrics(tenants)
-        self.is_draining = self.is_stopped = False
+        self.is_draining = self.is_stopped = self.is_paused = False
         self.scaling = snapshot.Scaling()  # the supervisor's last report about scaling
         self.roles = RoleRecorder(lambda worker, role: self.post(ev.RoleChanged(worker, role)))
         # State of all routers, as reported by the supervisor.
@@ -125,8 +126,8 @@ class Frontend:
 
     def why_not_ready(self) -> str:
         """Return why requests cannot be served now, or an empty string if they can."""
-        if self.is_draining:
-            return "the router is draining"
+        if self.is_draining or self.is_paused:
+            return DRAINING
         workers = self.workers()
         roles = [worker.role for worker in workers if worker.state == "ready"]
         return self._readiness.not_ready_reason(roles, len(workers), self._loop.time())
@@ -148,7 +149,7 @@ class Frontend:
     def take_snapshot(self) -> snapshot.ClusterState:
         """Return the current state of the router and its workers."""
         why_not = self.why_not_ready()
-        own = "draining" if self.is_draining else "waiting" if why_not else "ready"
+        own = "draining" if why_not == DRAINING else "waiting" if why_not else "ready"
         return snapshot.snapshot_cluster(
             snapshot.RouterState(self.config.name, own, node=self.node),
             self._limits.name,
@@ -176,7 +177,7 @@ class Frontend:
         Raises:
             ServingError: a request is refused; no request of the call is submitted.
         """
-        if self.is_draining:
+        if self.is_draining or self.is_paused:
             raise shutting_down()
         answers = ResponseStream(self.config.bounds.max_unread_tokens, self._cancel)
         now = self._loop.time()

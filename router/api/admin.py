@@ -1,4 +1,4 @@
-"""The operators' HTTP port: state, metrics, roles of workers, and explanations of requests."""
+"""The operators' HTTP port: state, metrics, roles, drain, and explanations of requests."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -26,11 +26,13 @@ from penstock.router.api.openai.routes import HTTP_HANDLERS, OpenAiApi
 from penstock.router.api.page import page_files, page_routes
 from penstock.router.errors import invalid
 from penstock.router.frontend import Frontend
+from penstock.router.observability.event_log import log_drain
 from penstock.router.observability.prometheus import all_metrics
 from penstock.router.observability.prometheus_vllm import vllm_metrics
 from penstock.router.observability.snapshot import ClusterState, WorkerStats
+from penstock.router.routing import events as ev
 
-ROLES = {"/metrics": READERS, "/status": READERS, "/steps": READERS, "/role": OPERATORS}
+ROLES = {"/metrics": READERS, "/status": READERS, "/steps": READERS}
 """By path: the roles whose API keys may call the path; other paths are for operators only."""
 
 OPENMETRICS = "application/openmetrics-text"
@@ -67,8 +69,8 @@ class SnapshotCollector(Collector):
             yield from vllm_metrics(config.name, state, tally)
 
 
-MAX_ROLE_BYTES = 4096
-"""Maximum bytes of a /role body. It is low, because the event loop parses the body."""
+MAX_ADMIN_BYTES = 4096
+"""Maximum bytes of a body of /role or /drain. It is low, because the event loop parses the body."""
 
 
 def admin_app(frontend: Frontend) -> Starlette:
@@ -79,6 +81,7 @@ def admin_app(frontend: Frontend) -> Starlette:
         Route("/status", api.status),
         Route("/steps", api.steps),
         Route("/role", api.role, methods=["POST"]),
+        Route("/drain", api.drain, methods=["POST"]),
         Route(explain.PATH, explain.Explainer(frontend).http),
         Route("/live", LiveStreams(frontend).http),
         Route("/v1/chat/completions", OpenAiApi(frontend).chat, methods=["POST"]),
@@ -131,6 +134,24 @@ class AdminApi:
         await self._frontend.assign(worker, role, request.state.key_name)
         return json_response({"worker": worker, "role": role})
 
+    async def drain(self, request: Request) -> Response:
+        """Refuse new requests of this router, or accept them again; running requests continue.
+
+        The response has the number of open requests. It is 0 once the drain is complete.
+        """
+        frontend = self._frontend
+        content = _content(await read_body(request, frontend.config.bounds))
+        match content:
+            case {"drain": bool(wanted), **others} if not others:
+                frontend.is_paused = wanted
+                frontend.post(ev.Tick())  # reports the readiness to gRPC health
+                log_drain(wanted, request.state.key_name)
+                return json_response({"drain": wanted, "open": frontend.num_open_requests})
+        raise invalid(
+            f'the body is not valid: send {{"drain": true}} or {{"drain": false}}, in at most '
+            f"{MAX_ADMIN_BYTES} bytes"
+        )
+
 
 def status_json(state: ClusterState) -> Json:
     """Convert the state of the cluster to JSON.
@@ -163,16 +184,21 @@ def _worker_stats_json(stats: WorkerStats) -> Json:
     }
 
 
-def _worker_and_role(body: bytes) -> tuple[str, str]:
+def _content(body: bytes) -> object:
+    """Return the content of a JSON body, or None if the body is too large or not valid."""
     try:
-        content = json.loads(body) if len(body) <= MAX_ROLE_BYTES else None
+        return json.loads(body) if len(body) <= MAX_ADMIN_BYTES else None
     except (ValueError, RecursionError):
-        content = None
+        return None
+
+
+def _worker_and_role(body: bytes) -> tuple[str, str]:
+    content = _content(body)
     if isinstance(content, dict) and content.keys() == {"worker", "role"}:
         worker, role = content["worker"], content["role"]
         if isinstance(worker, str) and isinstance(role, str):
             return worker, role
     raise invalid(
         f'the body is not valid: send {{"worker": NAME, "role": ROLE}}, both as text, in at most '
-        f"{MAX_ROLE_BYTES} bytes"
+        f"{MAX_ADMIN_BYTES} bytes"
     )

@@ -66,3 +66,8 @@ def log_worker(event: ev.Event) -> None:
             log.info("worker_gone", extra={"fields": {"worker": worker}})
         case ev.RoleChanged(worker, role):
             log.info("role", extra={"fields": {"worker": worker, "role": role}})
+
+
+def log_drain(is_drained: bool, by: str) -> None:
+    """Log that an operator has begun or ended a drain; `by` is the name of the API key."""
+    log.info("drain", extra={"fields": {"drain": is_drained, "by": by}})

@@ -50,6 +50,7 @@ BODIES: Mapping[str, Sequence[type[BaseModel]]] = {
     "/v1/responses": (ResponsesRequest,),
     "/v1/responses/{id}/cancel": (),
     "/role": (),
+    "/drain": (),
 }
 """For each POST route: the pydantic models of its body, from whose fields bodies are drawn."""
 
@@ -116,6 +117,8 @@ def _json(value: object) -> bytes:
 def bodies(draw: st.DrawFn, path: str) -> dict[str, Any]:
     """Draw a JSON body for a route; some bodies have an unsupported field."""
     models = BODIES[path]
+    if path == "/drain":  # a drained router would refuse all later requests
+        return {"drain": draw(st.one_of(st.just(False), TEXTS))}
     if not models:
         worker = draw(st.sampled_from(["w1", "w1", "w9"]))
         role = draw(st.one_of(st.sampled_from(["prefill", "decode", "mixed"]), TEXTS))

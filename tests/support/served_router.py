@@ -17,7 +17,7 @@ from tests.support.tokenizers import byte_level, write_folder
 FORK_SERVER = ForkServer()
 """The fork server, which all tests of a process share, because it takes 0.3 s to start."""
 
-ADMIN_PATHS = ("/metrics", "/status", "/steps", "/role")
+ADMIN_PATHS = ("/metrics", "/status", "/steps", "/role", "/drain")
 
 TIMEOUT_SECONDS = 120.0
 """Timeout of a wait in a test, in seconds; no wait is expected to take that long."""
