@@ -1,5 +1,7 @@
 """End-to-end tests of the bundled model with third-party clients: answers equal `transformers`'."""
 
+import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -7,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import pytest
 import torch
 from google.protobuf import descriptor_pool, message_factory
@@ -17,6 +20,7 @@ from openai import OpenAI
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from penstock.cli.checkpoint import SHIPPED
+from penstock.cli.status import fetch
 from penstock.loadtests.micro.server import free_ports
 from tests.support.serving import TIMEOUT_SECONDS, Serving, serving
 
@@ -36,6 +40,26 @@ def served() -> Iterator[Serving]:
     ):
         running.wait_for_output("is served after")
         yield running
+
+
+@pytest.fixture
+def apart(served: Serving) -> Iterator[Serving]:
+    """Let the router compute prompts apart, although the workers share cores."""
+    give_role(served, "prefill")
+    yield served
+    give_role(served, "mixed")
+
+
+def give_role(running: Serving, role: str) -> None:
+    """Assign a role to the prefill worker, as an operator."""
+    url = f"http://127.0.0.1:{running.admin}/role"
+    reply = httpx.post(url, json={"worker": "prefill-0", "role": role}, timeout=TIMEOUT_SECONDS)
+    assert reply.status_code == 200, reply.text
+
+
+def num_transfers(running: Serving) -> int:
+    found: int = fetch(f"127.0.0.1:{running.admin}", None)["kv_transfers"]
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -81,10 +105,11 @@ def complete(client: OpenAI, prompt: list[int], num_new: int) -> list[int]:
 
 @pytest.mark.parametrize("length", [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 150])
 def test_disaggregated_answers_equal_transformers(
-    client: OpenAI, reference: Reference, length: int
+    apart: Serving, client: OpenAI, reference: Reference, length: int
 ) -> None:
-    prompt = (reference.tokenizer.encode(TEXT * 20))[:length]
+    prompt, before = (reference.tokenizer.encode(TEXT * 20))[:length], num_transfers(apart)
     assert complete(client, prompt, 20) == reference.tokens(prompt, 20)
+    assert num_transfers(apart) == before + 1
 
 
 def test_concurrent_answers_equal_transformers(client: OpenAI, reference: Reference) -> None:
@@ -92,6 +117,19 @@ def test_concurrent_answers_equal_transformers(client: OpenAI, reference: Refere
     with ThreadPoolExecutor(len(prompts)) as executor:
         found = list(executor.map(lambda prompt: complete(client, prompt, 30), prompts))
     assert found == [reference.tokens(prompt, 30) for prompt in prompts]
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or len(os.sched_getaffinity(0)) < 2, reason="workers share no cores"
+)
+def test_prompts_of_workers_that_share_cores_are_not_transferred(
+    served: Serving, client: OpenAI
+) -> None:
+    before = num_transfers(served)
+    with ThreadPoolExecutor(8) as executor:
+        prompts = [[100 + number] * 40 for number in range(8)]
+        assert all(executor.map(lambda prompt: complete(client, prompt, 30), prompts))
+    assert num_transfers(served) == before
 
 
 def test_openai_client_streams_a_conversation(client: OpenAI, reference: Reference) -> None:

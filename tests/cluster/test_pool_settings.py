@@ -27,10 +27,12 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 MODEL = SHIPPED.parent / "demo-small"
 PREFILL = {"block_size": 32, "max_sequences": 3, "max_batched_tokens": 48, "kv_cache_mib": 32}
 DECODE = {"block_size": 12, "max_sequences": 2, "max_batched_tokens": 512, "kv_cache_mib": 64}
+# With a fixed number of threads, workers do not share cores, so prompts are computed apart.
+APART = {"threads": 1}
 FILE = {
     "models": {"small": {"path": str(MODEL), "dtype": "float32"}},
     "router": {"drain_seconds": 20},
-    "pools": {"prefill": PREFILL, "decode": DECODE},
+    "pools": {"prefill": PREFILL | APART, "decode": DECODE | APART},
 }
 LENGTHS = [1, 11, 12, 13, 31, 32, 33, 96, 150]
 NUM_NEW = 24

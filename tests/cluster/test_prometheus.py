@@ -33,7 +33,9 @@ pytestmark = [
 
 KEY = "the-key-of-a-test"
 ARGUMENTS = [str(SHIPPED.parent / "demo-small"), "--kv-cache-mib", "32"]
-ARGUMENTS += ["--log-format", "json"]
+# With a fixed number of threads, workers do not share cores, so prompts are computed apart and the
+# series of KV transfers have data.
+ARGUMENTS += ["--log-format", "json", "--threads", "1"]
 PROMPT = "What is 2 plus 2, xyzzy?"
 CONFIG = """
 global: {{scrape_interval: 1s, scrape_timeout: 1s}}

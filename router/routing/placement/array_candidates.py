@@ -12,7 +12,7 @@ from penstock.router.routing.placement.cheapest_worker import cheapest_worker
 from penstock.router.routing.placement.demand import Demand
 from penstock.router.routing.placement.disaggregation import (
     DisaggregationPolicy,
-    on_one_machine,
+    ignores_roles,
     single_worker,
 )
 from penstock.router.routing.placement.fleet import Fleet, Floats, WorkerGroup
@@ -121,7 +121,8 @@ class ArrayCandidates:
         return single if single is not None and self._fits(single) else None
 
     def sharing_worker(self) -> WorkerView | None:
-        return self.prompt_worker("all") if on_one_machine(self._live_on_one_machine()) else None
+        live, tpot_slo = self._live_on_one_machine(), self._demand.tpot_slo_seconds
+        return self.prompt_worker("all") if ignores_roles(live, tpot_slo) else None
 
     def _live_on_one_machine(self) -> Sequence[WorkerView]:
         """Return the live workers if all share the cores of one machine, else an empty list."""

@@ -10,7 +10,7 @@ from typing import Literal, Protocol, TypeAlias
 from penstock.router.routing.placement.demand import Demand
 from penstock.router.routing.placement.disaggregation import (
     DisaggregationPolicy,
-    on_one_machine,
+    ignores_roles,
     single_worker,
 )
 from penstock.router.routing.placement.ranking import Ranking, with_capacity, with_prefill_slot
@@ -67,9 +67,9 @@ class Candidates(Protocol):
         ...
 
     def sharing_worker(self) -> WorkerView | None:
-        """Return the best worker of any role for prompt and answer if all workers share cores.
+        """Return the best worker of any role for prompt and answer if roles do not matter.
 
-        The result is None if the workers do not share the cores of one machine, or have no room.
+        The result is None if roles matter (see `ignores_roles`), or if no worker has room.
         """
         ...
 
@@ -134,7 +134,8 @@ class ListCandidates:
         return None if single is None else next(iter(self._able([single])), None)
 
     def sharing_worker(self) -> WorkerView | None:
-        return self.prompt_worker("all") if on_one_machine(self._groups["all"]) else None
+        live, tpot_slo = self._groups["all"], self._demand.tpot_slo_seconds
+        return self.prompt_worker("all") if ignores_roles(live, tpot_slo) else None
 
     def colocated_worker(self, costs: DisaggregationPolicy) -> WorkerView | None:
         num_tokens = self._demand.num_tokens

@@ -13,6 +13,8 @@ time, summed over all affected clients:
 worker, the comparison also includes the difference between the times to generate the answer on this
 worker and on the decode worker. Prefill workers compute all prompts until prefill rates and KV
 transfers have been measured.
+
+These costs are not compared if all workers share the cores of one machine (`ignores_roles`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -231,7 +233,7 @@ class DisaggregationPolicy:
         rates = source.answer_rate, target.answer_rate
         if not self.is_measured or not all(rate.is_calibrated for rate in rates):
             return False
-        if not slo_seconds and on_one_machine(self._workers):
+        if ignores_roles(self._workers, slo_seconds):
             return False
         stall, _ = self._prompt_cost(0, source)
         here = self._token_seconds(source, 0, now, stall)
@@ -291,6 +293,21 @@ def on_one_machine(views: Sequence[WorkerView]) -> bool:
     return bool(machine) and not any(
         view.info.machine != machine or view.is_shedding for view in views
     )
+
+
+def ignores_roles(views: Sequence[WorkerView], tpot_slo_seconds: float) -> bool:
+    """Return whether every worker should get prompts and answers, whatever its role is.
+
+    This holds if all workers share the cores of one machine. Only workers with the same weights can
+    exchange KV, so a prompt takes the same work on every worker that could compute it, and a KV
+    transfer takes time of the same cores. No measured speed or transfer is therefore needed. Only a
+    bound on the time per token is a reason to compute prompts on other workers than the answers.
+
+    Args:
+        views: the workers that may get requests.
+        tpot_slo_seconds: bound of the time per token of running answers; 0 means no bound.
+    """
+    return not tpot_slo_seconds and on_one_machine(views)
 
 
 def single_worker(views: Sequence[WorkerView], now: float) -> WorkerView | None:

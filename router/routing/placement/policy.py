@@ -61,7 +61,8 @@ class RolePolicy:
     """Policy that chooses the roles for a request; a ranking chooses the worker within a role.
 
     A decode worker also computes the prompt if `DisaggregationPolicy` estimates that this takes
-    less time. If one role has no workers, the workers of the other role do all the work.
+    less time. If one role has no workers, the workers of the other role do all the work. If all
+    workers share the cores of one machine, all of them do all the work (see `ignores_roles`).
 
     Args:
         ranking: chooses the worker within a role.
@@ -92,18 +93,18 @@ class RolePolicy:
         first = candidates.prompt_worker("prompt")
         if first is None and not candidates.has("prompt"):
             first = candidates.prompt_worker("all")
-        if first is not None and (
-            first.role != "prefill" or not candidates.has("answer") or demand.num_remaining == 1
-        ):
-            return Placement(first.name)
-        single = candidates.single_worker()
+        has_choice = first is None or (
+            first.role == "prefill" and candidates.has("answer") and demand.num_remaining > 1
+        )
+        single = candidates.single_worker() if has_choice else None
         if single is not None:
             return Placement(single.name, None, PrefillDecision(False, Reason.CORES))
+        sharing = candidates.sharing_worker()
+        if sharing is not None and (has_choice or sharing is not first):
+            return Placement(sharing.name, None, PrefillDecision(False, Reason.SHARED_CORES))
+        if first is not None and not has_choice:
+            return Placement(first.name)
         costs = self._disaggregation(workers, transfer_costs, demand.cached_tokens)
-        if costs.is_measured and not demand.tpot_slo_seconds:
-            sharing = candidates.sharing_worker()
-            if sharing is not None:
-                return Placement(sharing.name, None, PrefillDecision(False, Reason.SHARED_CORES))
         chosen = self._choose_disaggregated(demand, candidates, costs, first, now)
         return self._choose_kept(demand, candidates, costs, chosen, now) or chosen
 

@@ -1,5 +1,6 @@
 """The decision whether a prompt is prefilled on another worker, and its reason."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 
 from penstock.common.worker_load import WorkerLoad
 from penstock.router.routing.placement.cost_model import TransferCostModel
+from penstock.router.routing.placement.cost_policy import CostPolicy
 from penstock.router.routing.placement.demand import Demand
 from penstock.router.routing.placement.disaggregation import (
     ALL_DECISIONS,
@@ -15,7 +17,8 @@ from penstock.router.routing.placement.disaggregation import (
     PrefillDecision,
     Reason,
 )
-from penstock.router.routing.placement.policy import LeastLoaded, Placement
+from penstock.router.routing.placement.policy import LeastLoaded, Placement, RolePolicy
+from penstock.router.routing.worker_registry import LivenessBounds, WorkerRegistry
 from penstock.router.routing.worker_view import ResourceUsage, WorkerView
 from tests.support.router_world import info_of
 
@@ -345,22 +348,74 @@ def test_workers_that_share_cores_get_prompts_and_answers_whatever_their_role() 
     assert place(*sharing_workers(prefill_queue=500)) == Placement("d")
 
 
-@pytest.mark.parametrize("how", ["bound", "elsewhere", "operator", "unmeasured"])
-def test_workers_that_share_cores_keep_their_roles(how: str) -> None:
+@pytest.mark.parametrize("how", ["bound", "elsewhere", "operator"])
+@pytest.mark.parametrize("is_measured", [True, False])
+def test_workers_that_share_cores_keep_their_roles(how: str, is_measured: bool) -> None:
     views = sharing_workers()
-    demand, cost = FRESH, transfer_cost()
+    demand, cost = FRESH, transfer_cost() if is_measured else TransferCostModel()
     if how == "bound":
         demand = FRESH._replace(tpot_slo_seconds=0.5)
     elif how == "elsewhere":
         views.append(worker("e", "decode"))
-    elif how == "operator":
-        views[0].assign("prefill")
     else:
-        cost = TransferCostModel()
+        views[0].assign("prefill")
     placement = LeastLoaded().choose(demand, views, cost, now=100.0)
     assert placement is not None
     assert placement.decision is not None
     assert placement.decision.reason is not Reason.SHARED_CORES
+    assert is_measured or placement.decision == PrefillDecision(True, Reason.UNMEASURED)
+
+
+ROLES = st.lists(st.sampled_from(["prefill", "decode", "mixed"]), min_size=2, max_size=6)
+
+
+def new_workers(roles: Sequence[str], layouts: Sequence[str], machine: str) -> WorkerRegistry:
+    """Return workers of one machine that have just started."""
+    registry = WorkerRegistry(LivenessBounds())
+    for number, (role, layout) in enumerate(zip(roles, layouts, strict=False)):
+        info = info_of(f"w{number}", role, layout=layout, machine=machine)
+        registry.add(info, WorkerLoad(), 0.0)
+    return registry
+
+
+@given(
+    ROLES,
+    st.lists(st.sampled_from("LM"), min_size=6, max_size=6),
+    st.sampled_from([LeastLoaded(), CostPolicy()]),
+    st.integers(1, 24),
+    st.sampled_from([1, 8]),
+)
+def test_first_burst_is_divided_evenly_among_all_workers_that_share_cores(
+    roles: list[str],
+    layouts: list[str],
+    policy: RolePolicy,
+    num_requests: int,
+    num_remaining: int,
+) -> None:
+    """No speed and no transfer is measured, and some workers could not exchange KV."""
+    registry = new_workers(roles, layouts, "here")
+    num_requests = min(num_requests, len(roles) * info_of("w", "mixed").max_sequences)
+    for number in range(num_requests):
+        demand = Demand(number, 8, num_sequences=1, num_remaining=num_remaining)
+        placement = policy.choose(demand, registry.views(), TransferCostModel(), 100.0)
+        assert placement is not None
+        assert placement.decode_target is None
+        # There is no decision if the worker would be chosen by its role as well.
+        assert placement.decision in (None, PrefillDecision(False, Reason.SHARED_CORES))
+        view = registry.get(placement.worker)
+        assert view is not None
+        view.note_assigned(8, 1)
+        view.set_usage(number, view.resource_usage(8, 1))
+    counts = [len(view.requests) for view in registry]
+    assert sum(counts) == num_requests
+    assert max(counts) - min(counts) <= 1
+
+
+def test_workers_that_share_no_cores_wait_for_measurements() -> None:
+    views = new_workers(["prefill", "decode"], "LL", machine="").views()
+    placement = LeastLoaded().choose(FRESH, views, TransferCostModel(), now=100.0)
+    assert placement == Placement("w0", "w1")
+    assert str(placement.decision) == "apart: unmeasured"
 
 
 def test_answers_stay_only_if_all_workers_share_cores() -> None:
