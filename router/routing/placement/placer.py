@@ -182,9 +182,9 @@ class Placer:
 
     def _next_request(self, views: Sequence[WorkerView], now: float) -> int | None:
         """Return the next request to place, or None if no request can be placed now."""
-        if not self._registry.queues_at_router:
+        if not (self._registry.queues_at_router and len(self._queue)):
             return self._queue.head()
-        return self._queue.select(now, prefill_capacity(views)) if len(self._queue) else None
+        return self._queue.select(now, prefill_capacity(views, self._registry.tpot_slo_seconds))
 
     def busy_since(self, view: WorkerView) -> float | None:
         """Return the time since which a worker has had runnable work, or None if it has none.

@@ -25,7 +25,8 @@ def why_too_late(state: RequestState, views: Sequence[WorkerView], now: float) -
     # takes time.
     if left == float("inf"):
         return ""
-    capacity = None if state.attempt else prefill_capacity(views)
+    # The seconds per token do not depend on which of the workers compute prompts.
+    capacity = None if state.attempt else prefill_capacity(views, tpot_slo_seconds=0.0)
     if capacity is None:
         return ""
     seconds = len(state.request.prompt) * capacity.seconds_per_token

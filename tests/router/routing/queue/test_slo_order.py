@@ -1,5 +1,6 @@
 """Order of queued prompts under a TTFT SLO, limits on starvation, and waits for capacity."""
 
+from dataclasses import replace
 from itertools import permutations
 from typing import Any
 
@@ -227,8 +228,9 @@ def reporting(view: WorkerView, **load: Any) -> WorkerView:
     return view
 
 
-def view_of(name: str, role: str = "mixed") -> WorkerView:
-    return WorkerView(info_of(name, role), WorkerLoad(), 0.0, float("-inf"), queues_at_router=True)
+def view_of(name: str, role: str = "mixed", machine: str = "") -> WorkerView:
+    info = info_of(name, role, machine=machine)
+    return WorkerView(info, WorkerLoad(), 0.0, float("-inf"), queues_at_router=True)
 
 
 def test_worker_gets_prompts_for_the_current_and_the_next_step() -> None:
@@ -253,12 +255,47 @@ def test_prompt_sent_during_a_step_counts_until_a_report_includes_it() -> None:
 
 def test_capacity_is_none_only_if_no_worker_has_a_prefill_slot() -> None:
     views = [reporting(view_of(name)) for name in "mn"]
-    assert prefill_capacity(views) == PrefillCapacity(2, 0.001)
+    assert prefill_capacity(views, 0.0) == PrefillCapacity(2, 0.001)
     for view in views:
         view.note_assigned(500, 1)
-    assert prefill_capacity(views) is None
+    assert prefill_capacity(views, 0.0) is None
     views.append(reporting(view_of("d", "decode")))
-    assert prefill_capacity(views) == PrefillCapacity(2, 0.001), "a decode worker may also prefill"
+    assert prefill_capacity(views, 0.0) == PrefillCapacity(2, 0.001), (
+        "a decode worker may also prefill"
+    )
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["prefill", "decode", "mixed"]),
+            st.sampled_from(["here"] * 6 + ["", "there"]),
+            st.sampled_from([False] * 6 + [True]),
+            st.booleans(),
+        ),
+        min_size=1,
+        max_size=5,
+    ),
+    st.sampled_from([0.0, 0.5]),
+)
+def test_decode_workers_count_only_if_all_usable_workers_share_cores(
+    workers: list[tuple[str, str, bool, bool]], tpot_slo: float
+) -> None:
+    views = []
+    for number, (role, machine, is_draining, is_assigned) in enumerate(workers):
+        view = reporting(view_of(f"w{number}", role, machine))
+        view.draining = is_draining
+        if is_assigned:
+            view.assign(role)
+        views.append(view)
+    usable = [each for each in workers if not each[2]]
+    machines = {machine for _, machine, _, _ in usable}
+    by_operator = any(role == "prefill" and assigned for role, _, _, assigned in usable)
+    takers = [each for each in usable if each[0] != "decode"] or usable
+    if len(machines) == 1 and machines != {""} and not by_operator and not tpot_slo:
+        takers = usable
+    expected = PrefillCapacity(len(takers), 0.001) if usable else None
+    assert prefill_capacity(views, tpot_slo) == expected
 
 
 def test_cached_tokens_reduce_the_seconds_per_token() -> None:
@@ -270,13 +307,14 @@ def test_cached_tokens_reduce_the_seconds_per_token() -> None:
         prompt_seconds=5.0,
     )
     view.update_load(half, 0.0)
-    assert prefill_capacity([view]) == PrefillCapacity(1, 0.0005)
+    assert prefill_capacity([view], 0.0) == PrefillCapacity(1, 0.0005)
 
 
 # ------------------------------------------------------------------ SLO order in the dispatcher
 
 SLO_LIMITS = DispatcherLimits(ttft_slo_seconds=TTFT_SLO)
 M, N = (info_of(name, "mixed", num_blocks=4096) for name in "mn")
+ROLES = ("prefill", "decode")
 
 
 def report(worker: str, tokens: int, total: int, running: int = 1) -> Stepped:
@@ -312,6 +350,22 @@ def test_prompts_wait_at_the_router_for_the_first_worker_with_capacity() -> None
     assert submits(router(report("n", 195, 5250))) == [("n", 4, 1)], "its deadline is the earliest"
     assert submits(router(report("m", 100, 5300))) == [("m", 3, 1)]
     assert set(router.dispatcher.short_of) == set()
+
+
+@pytest.mark.parametrize(("tpot_slo", "expected"), [(0.0, 1), (0.5, 2)])
+def test_order_counts_the_decode_workers_that_share_cores(tpot_slo: float, expected: int) -> None:
+    """Two workers meet the deadlines of all prompts; one worker must defer the longest prompt."""
+    limits = replace(SLO_LIMITS, tpot_slo_seconds=tpot_slo)
+    infos = [info_of(role[0], role, machine="here", num_blocks=4096) for role in ROLES]
+    router = Router(*infos, limits=limits)
+    for info in infos:
+        router(report(info.worker, 500, 5000))
+    assert submits(router.arrive(1, 500)) == []
+    router.now += 1.0
+    for number in range(2, 11):
+        assert submits(router.arrive(number, 400)) == []
+    ((worker, request, _),) = submits(router(report("p", 100, 5300)))
+    assert (worker, request) == ("p", expected)
 
 
 def test_request_of_a_lost_worker_goes_first_once_another_has_capacity() -> None:
