@@ -218,6 +218,7 @@ class ScheduleRun:
         limits = RouterLimits(
             max_queued=self.schedule.max_queued,
             ttft_slo_seconds=self.schedule.ttft_slo_seconds,
+            tpot_slo_seconds=self.schedule.tpot_slo_seconds,
             no_worker_timeout_seconds=WAIT_WITHOUT_WORKERS,
             bounds=LivenessBounds(stuck_after=STUCK_SECONDS),
         )

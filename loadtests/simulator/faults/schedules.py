@@ -126,6 +126,9 @@ class Schedule:
     # Whether routers learn step times, which some placement decisions need.
     reports_step_seconds: bool
     same_machine: bool  # whether all workers share the cores of one machine
+    # Bound of the time per token; 0 means no bound. Only with a bound, workers that share cores
+    # compute prompts apart.
+    tpot_slo_seconds: float
     workers: tuple[WorkerPlan, ...]
     requests: tuple[RequestPlan, ...]
     faults: tuple[Fault, ...]
@@ -158,6 +161,7 @@ def schedule_of(seed: int) -> Schedule:
         ttft_slo_seconds=0.5 * (seed % 2),
         reports_step_seconds=seed // 2 % 2 == 1,
         same_machine=seed // 4 % 2 == 1,
+        tpot_slo_seconds=0.05 * (seed // 8 % 2),
         workers=tuple(_worker(seed, rng, i, role, tight) for i, role in enumerate(roles)),
         requests=tuple(
             _limited(seed, _constrained(seed, _request(seed, i, num_routers)))
