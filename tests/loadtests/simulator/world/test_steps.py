@@ -15,6 +15,7 @@ from penstock.loadtests.simulator.scaling.goals import figures
 from penstock.loadtests.simulator.scaling.scalers import PenstockScaler, Scaler, Static
 from penstock.loadtests.simulator.scaling.workloads import replicated, sinusoid, varying
 from penstock.loadtests.simulator.world.shared_cores import SharedCores
+from penstock.router.routing.dispatcher import DispatcherLimits as RouterLimits
 from penstock.workers.scheduling.config import SchedulerConfig
 
 LIMITS = SchedulerConfig(
@@ -175,6 +176,20 @@ def test_workers_that_share_cores_slow_each_other_down_while_both_compute() -> N
     base = seconds(apart, together)
     assert seconds(plan, together) == pytest.approx([1.5 * each for each in base], rel=0.02)
     assert seconds(plan, together[:1]) == pytest.approx(base[:1], rel=1e-6)
+
+
+@pytest.mark.parametrize(("tpot_slo", "expected"), [(0.0, {8}), (60.0, {0, 16})])
+def test_first_burst_of_workers_that_share_cores_is_divided_unless_there_is_a_bound(
+    tpot_slo: float, expected: set[int]
+) -> None:
+    pools, router = {"prefill": 1, "decode": 1}, RouterLimits(tpot_slo_seconds=tpot_slo)
+    timing = Timing(sharing=0.8)
+    plan = ClusterPlan(pools, LIMITS, timing, router=router, is_one_machine=True)
+    burst = [Planned(number, 1.0, 512, 100) for number in range(16)]
+    dispatcher = simulated(plan, burst, Static(pools)).router.dispatcher
+    computed = {each.load.prompt_tokens_computed for each in dispatcher.workers()}
+    assert computed == {512 * count for count in expected}
+    assert dispatcher.counters.num_transfers == (16 if tpot_slo else 0)
 
 
 def test_step_is_slowed_down_by_the_others_that_compute_when_it_begins() -> None:
