@@ -32,6 +32,7 @@ from penstock.router.routing.placement.prefix_knowledge import PrefixKnowledge
 from penstock.router.routing.placement.routing_strategies import policy_of
 from penstock.router.routing.prefix_cache.prefix_index import START, PrefixIndex
 from penstock.router.routing.worker_registry import LivenessBounds, WorkerRegistry
+from penstock.router.routing.worker_view import ResourceUsage
 
 T = TypeVar("T")
 
@@ -168,7 +169,8 @@ class Fixture:
         """Record the placement on `worker`, and a load report of a random worker."""
         view = self.registry.get(worker)
         assert view is not None
-        view.note_assigned(400, 1)
+        view.set_usage(request.id, ResourceUsage(1, 0), 400)
+        view.remove(request.id)
         self.knowledge.placed(request, worker, BLOCK)
         self.knowledge.computed(request.id, 0.0)
         other = self.registry.get(self.rng.choice(self.names))

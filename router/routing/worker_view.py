@@ -140,10 +140,12 @@ class WorkerView:
         self._update_sort_keys()
         self._update_speeds(table)
 
-    def resource_usage(self, num_tokens: int, num_sequences: int) -> ResourceUsage:
+    def resource_usage(
+        self, num_tokens: int, num_sequences: int, num_answers: int = 0
+    ) -> ResourceUsage:
         """Return the capacity that a request with `num_tokens` tokens takes on the worker."""
         num_blocks = -(-(num_tokens + num_sequences) // self.info.block_size)
-        return ResourceUsage(num_sequences, num_blocks)
+        return ResourceUsage(num_sequences, num_blocks, num_answers)
 
     def has_capacity(self, num_tokens: int, num_sequences: int) -> bool:
         """Return whether the worker has room for a request with `num_tokens` tokens so far.
@@ -167,36 +169,41 @@ class WorkerView:
         """Return the placement penalty, which decays from 1 (just after a loss) to 0."""
         return max(0.0, 1.0 - (now - self.lost_at) / PENALTY_SECONDS)
 
-    def set_usage(self, request: int, usage: ResourceUsage | None) -> None:
+    def set_usage(
+        self, request: int, usage: ResourceUsage | None, new_tokens: int | None = None
+    ) -> None:
         """Record the capacity that a request takes on this worker.
 
-        None means that the worker only keeps a lease for the request.
+        A `usage` of None means that the worker only keeps a lease for the request. `new_tokens` is
+        given if the request was just placed here. It is the number of tokens to compute, which
+        count as queued until a load report counts the request.
         """
-        self.remove(request)
+        old = self.requests.pop(request, None)
         self.requests[request] = usage
-        if usage is not None:
-            self.num_sequences += usage.num_sequences
-            self.num_answers += usage.num_answers
-            self.num_blocks += usage.num_blocks
-            self._update_sort_keys()
+        if new_tokens is not None:
+            self.num_assigned += 1
+            self.new_tokens += new_tokens
+            self.assigned_tokens += new_tokens
+            self.new_sequences += usage.num_sequences if usage is not None else 0
+        elif usage == old:
+            return
+        self._count(old, usage)
 
     def remove(self, request: int) -> None:
         usage = self.requests.pop(request, None)
         if usage is not None:
-            self.num_sequences -= usage.num_sequences
-            self.num_answers -= usage.num_answers
-            self.num_blocks -= usage.num_blocks
-            if self.queues_at_router and not self.num_sequences:
-                # An idle worker may send no further report that would count these tokens.
-                self.new_tokens = self.unseen_tokens = 0
-            self._update_sort_keys()
+            self._count(usage, None)
 
-    def note_assigned(self, num_tokens: int, num_sequences: int) -> None:
-        """Count a request that was just placed on this worker, until a load report counts it."""
-        self.num_assigned += 1
-        self.new_tokens += num_tokens
-        self.assigned_tokens += num_tokens
-        self.new_sequences += num_sequences
+    def _count(self, old: ResourceUsage | None, new: ResourceUsage | None) -> None:
+        """Replace the usage of a request in the totals."""
+        for usage, sign in ((old, -1), (new, 1)):
+            if usage is not None:
+                self.num_sequences += sign * usage.num_sequences
+                self.num_answers += sign * usage.num_answers
+                self.num_blocks += sign * usage.num_blocks
+        if self.queues_at_router and not self.num_sequences:
+            # An idle worker may send no further report that would count these tokens.
+            self.new_tokens = self.unseen_tokens = 0
         self._update_sort_keys()
 
     def update_load(self, load: WorkerLoad, now: float, is_shared: bool = False) -> None:
@@ -218,8 +225,7 @@ class WorkerView:
         # A load report does not include requests that arrived during its step.
         seen = not self.queues_at_router or load.running + load.queued >= self.num_sequences
         self.unseen_tokens = 0 if seen else self.new_tokens
-        self.new_tokens = 0
-        self.new_sequences = 0
+        self.new_tokens = self.new_sequences = 0
         self._update_foreign()
         self._update_sort_keys()
         table = self._load_table
@@ -282,11 +288,13 @@ class WorkerView:
             max(0, taken - self.num_blocks) if self.num_foreign_sequences else 0
         )
 
-    def check(self) -> None:
-        """Assert that the totals match `requests`."""
-        usages = [usage for usage in self.requests.values() if usage is not None]
-        assert self.num_sequences == sum(usage.num_sequences for usage in usages)
-        assert self.num_blocks == sum(usage.num_blocks for usage in usages)
+
+def check(view: WorkerView) -> None:
+    """Assert that the totals of a view match its `requests`."""
+    usages = [usage for usage in view.requests.values() if usage is not None]
+    assert view.num_sequences == sum(usage.num_sequences for usage in usages)
+    assert view.num_answers == sum(usage.num_answers for usage in usages)
+    assert view.num_blocks == sum(usage.num_blocks for usage in usages)
 
 
 def has_busy_peer(view: WorkerView, workers: Iterable[WorkerView]) -> bool:

@@ -2,9 +2,8 @@
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 
-from penstock.router.routing import request_state
+from penstock.router.routing import request_state, worker_view
 from penstock.router.routing.decisions import DecisionListener
 from penstock.router.routing.events import Command, Status
 from penstock.router.routing.placement.demand import Demand
@@ -17,7 +16,7 @@ from penstock.router.routing.queue.slo_order import prefill_capacity
 from penstock.router.routing.queue.timeouts import why_too_late
 from penstock.router.routing.request_state import RequestState
 from penstock.router.routing.worker_registry import WorkerRegistry
-from penstock.router.routing.worker_view import WorkerView
+from penstock.router.routing.worker_view import ResourceUsage, WorkerView
 
 
 class RecoveryThrottle:
@@ -265,28 +264,25 @@ class Placer:
         if state.pending is None:  # the worker computes the prompt if no blocks are transferred
             self._prefixes.placed(state.request, view.name, view.info.block_size)
         num_tokens = num_uncached if state.pending is None else 0
-        view.note_assigned(num_tokens, state.request.num_sequences)
+        view.set_usage(state.request.id, usage_of(state, view), num_tokens)
 
     def _update_views(self, state: RequestState, now: float) -> None:
         """Record a request in the views of all workers that hold or will hold it."""
         state.update_runnable(now)
         self.listener.changed(state, now)
-        request, num_sequences = state.request.id, state.request.num_sequences
-        self._remove_from_views(request)
-        names = self._holders[request] = []
+        request = state.request.id
+        names = dict.fromkeys((*state.workers(), state.decode_target))
+        views = [view for name in names if (view := self._registry.get(name)) is not None]
+        self._remove_from_views(request, names)
+        self._holders[request] = [view.name for view in views]
         lease = state.lease.worker if state.lease is not None else None
-        for name in dict.fromkeys((*state.workers(), state.decode_target)):
-            view = self._registry.get(name)
-            if view is not None:
-                names.append(view.name)
-                usage = view.resource_usage(state.token_log.num_known, num_sequences)
-                if state.decode_target in (None, view.name):
-                    usage = replace(usage, num_answers=num_sequences)
-                view.set_usage(request, None if view.name == lease else usage)
+        for view in views:
+            view.set_usage(request, None if view.name == lease else usage_of(state, view))
 
-    def _remove_from_views(self, request: int) -> None:
+    def _remove_from_views(self, request: int, kept: Collection[str | None] = ()) -> None:
+        """Remove a request from the views of its workers, except those named in `kept`."""
         for name in self._holders.pop(request, ()):
-            view = self._registry.get(name)
+            view = None if name in kept else self._registry.get(name)
             if view is not None:
                 view.remove(request)
 
@@ -306,9 +302,16 @@ class Placer:
                 assert self._registry.get(name) is not None, "an unknown worker holds the request"
                 assert name in names, "a worker holds the request, but its view does not list it"
         for view in self._registry.views():
-            view.check()
+            worker_view.check(view)
             for request in view.requests:
                 assert view.name in self._holders[request], "the worker does not hold the request"
+
+
+def usage_of(state: RequestState, view: WorkerView) -> ResourceUsage:
+    """Return the capacity that a request takes on a worker that holds or will hold it."""
+    num_sequences = state.request.num_sequences
+    num_answers = num_sequences if state.decode_target in (None, view.name) else 0
+    return view.resource_usage(state.token_log.num_known, num_sequences, num_answers)
 
 
 def demand_of(

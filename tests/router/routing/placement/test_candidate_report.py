@@ -29,7 +29,7 @@ def registry_of(states: list[tuple[int, int, int, int]]) -> tuple[WorkerRegistry
     for number, (queued, sequences, tokens, assigned) in enumerate(states):
         view = registry.add(info_of(f"w{number:03}", "mixed"), WorkerLoad(), 0.0)
         assert registry.views()
-        view.note_assigned(assigned, 0)
+        view.set_usage(0, ResourceUsage(0, 0), assigned)
         view.update_load(WorkerLoad(queued_tokens=queued), NOW)
         view.set_usage(1, ResourceUsage(sequences, sequences))
         if tokens:

@@ -3,13 +3,14 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.common.sampling_params import SamplingParams
 from penstock.common.worker_load import WorkerLoad
-from penstock.router.routing import worker_registry
+from penstock.router.routing import worker_registry, worker_view
 from penstock.router.routing.dispatcher import Dispatcher
 from penstock.router.routing.events import Request, RequestArrived, WorkerUp
 from penstock.router.routing.placement import array_candidates, least_row
@@ -73,7 +74,7 @@ def registry_of(workers: Sequence[dict[str, Any]], is_mixed: bool) -> WorkerRegi
         for step in range(state["steps"]):
             view.update_load(load, NOW)
             load = load._replace(num_steps=step + 1, step_seconds=0.1 * (step + 1))
-        view.note_assigned(state["assigned"], 0)
+        view.set_usage(0, ResourceUsage(0, 0), state["assigned"])
         view.update_load(load._replace(queued_tokens=state["queued"]), NOW)
         num = view.info.max_sequences if kind == "full" else state["sequences"]
         view.set_usage(1, ResourceUsage(num, state["blocks"], 1))
@@ -186,6 +187,38 @@ def test_arrays_hold_what_the_views_say(workers: list[dict[str, Any]], is_mixed:
         assert has_capacity[row] == view.has_capacity(20, 1)
     first = next((view for view in fleet if view.answer_rate.is_calibrated), None)
     assert fleet.first_with_steps is first
+
+
+changes = st.tuples(
+    st.sampled_from(["place", "set", "set", "remove", "report"]),
+    st.integers(1, 3),  # request
+    st.none() | st.builds(ResourceUsage, st.integers(1, 2), st.integers(1, 3), st.integers(0, 2)),
+)
+
+
+@given(steps=st.lists(changes, max_size=12), queues_at_router=st.booleans())
+def test_sort_keys_and_totals_follow_every_change_of_a_view(
+    steps: list[tuple[str, int, ResourceUsage | None]], queues_at_router: bool
+) -> None:
+    registry = WorkerRegistry(LivenessBounds(), queues_at_router)
+    view = registry.add(info_of("w", "mixed"), WorkerLoad(), 0.0)
+    fleet = registry.views()
+    assert isinstance(fleet, Fleet)
+    for kind, request, usage in steps:
+        if kind == "report":
+            view.update_load(WorkerLoad(queued_tokens=10 * request, running=request), NOW)
+        elif kind == "remove":
+            view.remove(request)
+        else:
+            view.set_usage(request, usage, 7 if kind == "place" else None)
+        worker_view.check(view)
+        keys = view.by_queue, view.by_utilization, view.by_cost, view.num_busy
+        row = [column[0] for column in vars(fleet.loads).values() if isinstance(column, np.ndarray)]
+        view.set_load_table(fleet.loads, 0, 0)  # computes all keys again
+        assert keys == (view.by_queue, view.by_utilization, view.by_cost, view.num_busy)
+        assert row == [
+            column[0] for column in vars(fleet.loads).values() if isinstance(column, np.ndarray)
+        ]
 
 
 def test_fleet_follows_workers_that_come_go_and_change_their_role() -> None:

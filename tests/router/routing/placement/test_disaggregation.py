@@ -404,8 +404,7 @@ def test_first_burst_is_divided_evenly_among_all_workers_that_share_cores(
         assert placement.decision in (None, PrefillDecision(False, Reason.SHARED_CORES))
         view = registry.get(placement.worker)
         assert view is not None
-        view.note_assigned(8, 1)
-        view.set_usage(number, view.resource_usage(8, 1))
+        view.set_usage(number, view.resource_usage(8, 1), 8)
     counts = [len(view.requests) for view in registry]
     assert sum(counts) == num_requests
     assert max(counts) - min(counts) <= 1

@@ -111,7 +111,7 @@ def test_unfit_workers_are_not_chosen() -> None:
 
 def test_requests_placed_since_the_last_report_count() -> None:
     first, second = view("p0", "prefill"), view("p1", "prefill", queued_tokens=5)
-    first.note_assigned(10, 1)
+    first.set_usage(1, first.resource_usage(10, 1), 10)
     assert place(first, second, view("d0", "decode")) == Placement("p1", "d0")
     first.update_load(WorkerLoad(queued_tokens=4), 0.0)
     assert place(first, second, view("d0", "decode")) == Placement("p0", "d0")
@@ -125,7 +125,8 @@ def test_idle_workers_are_chosen_in_rotation() -> None:
         assert placement is not None
         chosen.append(placement.worker)
         used = next(each for each in views if each.name == placement.worker)
-        used.note_assigned(10, 1)
+        used.set_usage(1, used.resource_usage(10, 1), 10)
+        used.remove(1)
         used.update_load(WorkerLoad(), 0.0)
     assert chosen == ["m0", "m1", "m2"] * 2
 

@@ -241,14 +241,13 @@ def test_worker_gets_prompts_for_the_current_and_the_next_step() -> None:
 def test_worker_of_unknown_speed_gets_one_prompt_at_a_time() -> None:
     view = view_of("m")
     assert view.has_prefill_slot
-    view.note_assigned(5, 1)
+    view.set_usage(1, view.resource_usage(5, 1), 5)
     assert not view.has_prefill_slot
 
 
 def test_prompt_sent_during_a_step_counts_until_a_report_includes_it() -> None:
     view = reporting(view_of("m"))
-    view.set_usage(1, view.resource_usage(1000, 1))
-    view.note_assigned(1000, 1)
+    view.set_usage(1, view.resource_usage(1000, 1), 1000)
     assert not reporting(view).has_prefill_slot, "the reported step began before the prompt arrived"
     assert reporting(view, running=1, queued_tokens=150).has_prefill_slot
 
@@ -257,7 +256,7 @@ def test_capacity_is_none_only_if_no_worker_has_a_prefill_slot() -> None:
     views = [reporting(view_of(name)) for name in "mn"]
     assert prefill_capacity(views, 0.0) == PrefillCapacity(2, 0.001)
     for view in views:
-        view.note_assigned(500, 1)
+        view.set_usage(1, view.resource_usage(500, 1), 500)
     assert prefill_capacity(views, 0.0) is None
     views.append(reporting(view_of("d", "decode")))
     assert prefill_capacity(views, 0.0) == PrefillCapacity(2, 0.001), (

@@ -107,7 +107,7 @@ def test_cost_is_the_queue_and_the_weighted_uncached_tokens(
 def test_of_equal_workers_the_one_that_computed_least_is_taken() -> None:
     views = workers([0, 0, 0])
     for worker, tokens in zip(views, (500, 100, 300), strict=True):
-        worker.note_assigned(tokens, 0)
+        worker.set_usage(1, ResourceUsage(0, 0), tokens)
         worker.update_load(WorkerLoad(), NOW)
     assert CostRanking().prompt_worker(views, demand(), NOW) is views[1]
 
