@@ -219,8 +219,7 @@ class DisaggregationPolicy:
 
         An answer that exceeds the bound of its time per token moves if it would be within the bound
         on `target`. Any other answer moves if the move saves clearly more time than the KV transfer
-        takes. Without a bound, no answer moves if all workers share cores, because prompts slow
-        the answer down on every worker.
+        takes.
 
         Args:
             num_tokens: tokens of the prompt and of the answer so far.
@@ -232,8 +231,6 @@ class DisaggregationPolicy:
         """
         rates = source.answer_rate, target.answer_rate
         if not self.is_measured or not all(rate.is_calibrated for rate in rates):
-            return False
-        if ignores_roles(self._workers, slo_seconds):
             return False
         stall, _ = self._prompt_cost(0, source)
         here = self._token_seconds(source, 0, now, stall)

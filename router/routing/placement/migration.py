@@ -10,7 +10,7 @@ worker that has no queue.
 """
 
 from penstock.router.routing.events import Command
-from penstock.router.routing.placement.disaggregation import DisaggregationPolicy
+from penstock.router.routing.placement.disaggregation import DisaggregationPolicy, ignores_roles
 from penstock.router.routing.placement.placer import Placer
 from penstock.router.routing.request_state import RequestState
 from penstock.router.routing.worker_registry import WorkerRegistry
@@ -128,13 +128,16 @@ class RequestMigrator:
         """Move answers from prefill workers to decode workers where this saves time.
 
         At most one answer of each worker begins to move at a time, so that the next decision sees
-        the effect of this move.
+        the effect of this move. If roles do not matter, no answer moves, because prompts slow the
+        answer down on every worker.
         """
         views = self._registry.views()
+        found = [v for v in views if v.role == "prefill" and v.is_usable and v.num_answers]
+        if not found or ignores_roles(views, self._registry.tpot_slo_seconds):
+            return
         costs = DisaggregationPolicy(views, self._registry.transfer_costs)
-        for view in views:
-            if view.role == "prefill" and view.is_usable and view.num_answers:
-                self._return_answer(view, costs, out, now)
+        for view in found:
+            self._return_answer(view, costs, out, now)
 
     def _return_answer(
         self, view: WorkerView, costs: DisaggregationPolicy, out: list[Command], now: float

@@ -417,14 +417,6 @@ def test_workers_that_share_no_cores_wait_for_measurements() -> None:
     assert str(placement.decision) == "apart: unmeasured"
 
 
-def test_answers_stay_only_if_all_workers_share_cores() -> None:
-    source = on_one_machine(worker("p", "prefill", running=1), 0.08, 0.08)
-    target = on_one_machine(worker("d", "decode"), 0.01, 0.01)
-    for others, expected in (([], False), ([worker("e", "decode")], True)):
-        policy = DisaggregationPolicy([source, target, *others], transfer_cost())
-        assert policy.pays_to_move(100, 200, source, target, 0.0, now=100.0) is expected
-
-
 def test_worker_that_an_operator_made_a_prefill_worker_generates_no_answers() -> None:
     prefill, decode = worker("p", "prefill"), worker("d", "decode", running=30)
     stepping(prefill, 0.02)
