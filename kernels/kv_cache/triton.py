@@ -8,63 +8,17 @@ from torch import Tensor
 
 from penstock.kernels.checks import E4M3
 from penstock.kernels.kv_cache.format import format_of, num_features
+from penstock.kernels.kv_cache.triton_codes import largest_bits, to_codes
 from penstock.kernels.rope.triton import THREADS, load_rotated, rows_of_a_tile, store_rotated
 from penstock.kernels.triton_common.launch import device_info, jit, launch, power_of_2, tl
-
-
-@jit
-def e4m3_bits(x):
-    """Convert float32 in [-448, 448], or NaN, to the bits of the nearest float8_e4m3fn, as uint8.
-
-    This function is used on chips that cannot convert to float8_e4m3fn, and in Triton's
-    interpreter, whose conversion is wrong.
-    """
-    bits = x.to(tl.int32, bitcast=True)
-    size = bits & 0x7FFFFFFF
-    # Round to nearest even at 3 mantissa bits, and change the exponent's bias from 127 to 7.
-    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - 960
-    # Below 2^-6, float8 values are 2^-9 apart. float32 values are 2^-9 apart at 2^14, so adding
-    # 2^14 rounds x correctly.
-    tiny = (tl.abs(x) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
-    code = tl.where(size < 0x3C800000, tiny, normal)
-    code = tl.where(size > 0x7F800000, 0x7F, code)
-    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
-
-
-@jit
-def _codes(x, inverse, dtype: tl.constexpr, MOST: tl.constexpr):
-    """Return x * inverse [N, C] as codes of `dtype`. NaN becomes the code 0.
-
-    `dtype` is int8, float8_e4m3fn, or uint8 for the bits of float8_e4m3fn (see `e4m3_bits`).
-    """
-    x = x.to(tl.float32) * inverse
-    x = tl.where(x == x, x, 0.0)
-    # The clamp also prevents the compiler from fusing the product above with the sum below.
-    x = tl.clamp(x, -MOST, MOST)
-    if dtype == tl.int8:
-        # From 2^23 on, float32 values are 1 apart: adding 1.5 * 2^23 rounds to nearest even.
-        return ((x + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000).to(tl.int8)
-    if dtype == tl.uint8:
-        return e4m3_bits(x)
-    return x.to(dtype)
-
-
-@jit
-def _largest(x):
-    """Return the largest absolute value of each row of x [N, C] as the bits of a float32, [N, 1].
-
-    The bits have the same order as the values, with NaN largest.
-    """
-    bits = x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    return tl.max(bits, axis=1, keep_dims=True)
 
 
 @jit
 def _store_scales(largest, target, mask, MOST: tl.constexpr):
     """Store the scales of N rows; return 1 / scale [N, 1] in float32, but 0 for a scale of 0.
 
-    The scales are those of `kv_cache/format.quantize`. `largest` is the result of `_largest`, and
-    `target` [N, 1] are pointers to the float16 scales.
+    The scales are those of `kv_cache/format.quantize`. `largest` is the result of `largest_bits`,
+    and `target` [N, 1] are pointers to the float16 scales.
     """
     exact = largest.to(tl.float32, bitcast=True) * (1.0 / MOST)
     scale = exact.to(tl.float16)
@@ -157,8 +111,8 @@ def _rope_and_cache_kernel(  # noqa: C901
     if cos_sin is None or side > 0:
         x = _load_features(source, mask, 0, DIM, SIZE)
         if scales is not None:
-            inverse = _store_scales(_largest(x), scale_target, mask, MOST)
-            x = _codes(x, inverse, dtype, MOST)
+            inverse = _store_scales(largest_bits(x), scale_target, mask, MOST)
+            x = to_codes(x, inverse, dtype, MOST)
         _store_features(target, x, mask, 0, DIM, SIZE)
     else:
         angles = cos_sin + tokens * (4 * HALF)
@@ -166,13 +120,13 @@ def _rope_and_cache_kernel(  # noqa: C901
         if 2 * HALF < DIM:
             rest = _load_features(source, mask, 2 * HALF, DIM, SIZE)
         if scales is not None:
-            largest = tl.maximum(_largest(u), _largest(v))
+            largest = tl.maximum(largest_bits(u), largest_bits(v))
             if 2 * HALF < DIM:
-                largest = tl.maximum(largest, _largest(rest))
+                largest = tl.maximum(largest, largest_bits(rest))
             inverse = _store_scales(largest, scale_target, mask, MOST)
-            u, v = _codes(u, inverse, dtype, MOST), _codes(v, inverse, dtype, MOST)
+            u, v = to_codes(u, inverse, dtype, MOST), to_codes(v, inverse, dtype, MOST)
             if 2 * HALF < DIM:
-                rest = _codes(rest, inverse, dtype, MOST)
+                rest = to_codes(rest, inverse, dtype, MOST)
         store_rotated(target, u, v, mask, HALF, PAIRS, INTERLEAVED)
         if 2 * HALF < DIM:
             _store_features(target, rest, mask, 2 * HALF, DIM, SIZE)

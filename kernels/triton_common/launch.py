@@ -75,6 +75,33 @@ class DeviceInfo:
         """True if Triton converts to float8_e4m3fn correctly on this device."""
         return self.is_cuda and self.name not in ("sm_80", "sm_86")
 
+    @property
+    def multiplies_int8(self) -> bool:
+        """True if the device has tensor cores for products of int8 by int8."""
+        return self.capability >= 75 or self.name in ("gfx942", "interpreter")
+
+    @property
+    def multiplies_e4m3(self) -> bool:
+        """True if the device has tensor cores for products of two float8_e4m3fn.
+
+        gfx942 has such units for another encoding only (float8_e4m3fnuz).
+        """
+        return self.capability >= 89 or self.name == "interpreter"
+
+    @property
+    def has_warpgroup_products(self) -> bool:
+        """True if products of at least 64 rows use other instructions than those of fewer rows.
+
+        These are the instructions of warpgroups (Hopper) and of tensor memory (data center
+        Blackwell). Consumer Blackwell (sm_120) has neither.
+        """
+        return 90 <= self.capability < 120
+
+    @property
+    def capability(self) -> int:
+        """Ten times the CUDA compute capability, for example 89 for sm_89; 0 for other devices."""
+        return int(self.name.removeprefix("sm_")) if self.is_cuda else 0
+
     def warps(self, num_threads: int) -> int:
         """Return the number of warps of a program with `num_threads` threads."""
         return max(1, num_threads // self.warp_size)

@@ -8,6 +8,7 @@ from penstock.kernels.fallback import forbid_fallback
 from penstock.loadtests.gpu.attention_work import attention_work
 from penstock.loadtests.gpu.bounds import Bounds
 from penstock.loadtests.gpu.options import Options, read_options
+from penstock.loadtests.gpu.product_work import product_work
 from penstock.loadtests.gpu.row_work import row_work
 from penstock.loadtests.gpu.sections import write_figures
 from penstock.loadtests.gpu.token_work import draw_work, expert_work
@@ -22,6 +23,7 @@ def all_work(options: Options) -> Iterator[Callable[[], Iterable[Work]]]:
     device, dtype, small = options.device, options.dtype, options.small
     yield lambda: attention_work(device, dtype, small)
     yield lambda: row_work(device, dtype, small)
+    yield lambda: product_work(device, dtype, small)
     yield lambda: [draw_work(device, small)]
     yield lambda: expert_work(device, dtype, small)
 

@@ -34,6 +34,7 @@ from penstock.kernels.linear.batch_invariant import (
     batch_invariant_matmul,
     batch_invariant_matmul_reference,
 )
+from penstock.kernels.linear.code_kinds import FP8_GROUP_INPUTS
 from penstock.kernels.linear.quantized import (
     Kind,
     QuantizedMatrix,
@@ -41,6 +42,13 @@ from penstock.kernels.linear.quantized import (
     has_zeros,
     is_narrow,
     pack_quantized,
+)
+from penstock.kernels.linear.w8a8 import (
+    Form,
+    W8A8Linear,
+    has_w8a8_products,
+    quantize_activations_reference,
+    w8a8_matmul_reference,
 )
 from penstock.kernels.mla.op import mla_attention, mla_attention_reference, plan_mla
 from penstock.kernels.moe.op import (
@@ -178,7 +186,10 @@ def _rotate(inputs: Inputs) -> Result:
 
 
 def products(inputs: Inputs) -> Iterator[Case]:
-    """Yield batch-invariant matmuls, and matmuls with weights quantized to 4 and 8 bits."""
+    """Yield batch-invariant matmuls, and matmuls with weights quantized to 4 and 8 bits.
+
+    Products of quantized activations (W8A8) are left out on devices that lack their tensor cores.
+    """
     rows, outputs, size = (5, 40, 70) if inputs.small else (130, 1100, 4096)
     x, weight = inputs.randn(rows, size), inputs.randn(outputs, size, scale=size**-0.5)
     bias = inputs.randn(outputs)
@@ -203,6 +214,29 @@ def products(inputs: Inputs) -> Iterator[Case]:
         yield f"{kind} weights", partial(_weight_only, inputs, 5, kind, 128)
     yield "int4 weights, many rows", lambda: _weight_only(inputs, 70, "int4", 128)
     yield "int4 weights, groups of 32", lambda: _weight_only(inputs, 5, "int4", 32)
+    w8a8: tuple[tuple[Form, bool], ...] = (("int8", False), ("fp8", False), ("fp8", True))
+    for form, has_groups in w8a8:
+        if has_w8a8_products(form, inputs.device):
+            for rows in (5, 70):
+                scales = "groups of 128" if has_groups else "one scale per row"
+                name = f"{form} weights and activations, {scales}, {rows} rows"
+                yield name, partial(_w8a8, inputs, rows, form, has_groups)
+
+
+def _w8a8(inputs: Inputs, rows: int, form: Form, has_groups: bool) -> Result:
+    outputs, size = (70, 260) if inputs.small else (1100, 4100)
+    group = FP8_GROUP_INPUTS if has_groups else size
+    x, bias = inputs.randn(rows, size), inputs.randn(outputs)
+    weight, scales = quantize_activations_reference(
+        inputs.randn(outputs, size, scale=size**-0.5).cpu(), form, group
+    )
+    layer = W8A8Linear(
+        form, weight.to(inputs.device), scales.T.contiguous().to(inputs.device), bias
+    )
+    codes, row_scales = quantize_activations_reference(x.cpu(), form, group)
+    return layer(x), w8a8_matmul_reference(
+        codes, row_scales, weight, scales.T.contiguous(), bias.cpu()
+    )
 
 
 def _weight_only(inputs: Inputs, rows: int, kind: Kind, group: int) -> Result:

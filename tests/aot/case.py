@@ -37,6 +37,13 @@ class AotCase:
     products: tuple[str, ...] = ()  # names of kernels that must use tensor cores
     streams: tuple[str, ...] = ()  # names of kernels that must move 16 bytes per access
     chips: tuple[DeviceInfo, ...] = CHIPS  # GPU types for which the kernels are compiled
+    # whether a GPU has the units that the kernels need; otherwise they are not compiled for it
+    supports: Callable[[DeviceInfo], bool] = lambda chip: True
+
+    @property
+    def targets(self) -> list[DeviceInfo]:
+        """GPU types of `chips` that support the kernels."""
+        return [chip for chip in self.chips if self.supports(chip)]
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

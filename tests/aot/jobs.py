@@ -49,7 +49,7 @@ def jobs_of(modules: Sequence[str]) -> list[Job]:
         Job(module, number, chip)
         for module in modules
         for number, case in enumerate(cases_of(module))
-        for chip in case.chips
+        for chip in case.targets
     ]
 
 
@@ -146,7 +146,7 @@ def forgotten(cases: str, modules: Sequence[str]) -> list[str]:
     launched = {
         id(launch.kernel)
         for case in cases_of(cases)
-        for chip in case.chips
+        for chip in case.targets
         for launch in _launches(case, chip)
     }
     kernels = [each for module in modules for each in _kernels_of(module)]

@@ -23,6 +23,13 @@ def runs_kernels() -> bool:
     return ON_GPU or os.environ.get("TRITON_INTERPRET") == "1"
 
 
+def _values(operand: Any) -> Any:
+    """Return the numbers of an operand of an interpreted product; FP8 is held as bytes."""
+    if operand.dtype.primitive_bitwidth > 8 or operand.dtype.is_int():
+        return operand.data
+    return torch.from_numpy(operand.data).view(torch.float8_e4m3fn).float().numpy()
+
+
 @contextmanager
 def exact_products() -> Iterator[None]:
     """Make interpreted matrix products independent of an element's position in its tile.
@@ -37,8 +44,9 @@ def exact_products() -> Iterator[None]:
 
     def dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
         wide = d.data.dtype
-        terms = a.data.astype(wide)[:, :, None] * b.data.astype(wide)[None]
-        return TensorHandle(np.add.reduce(terms, axis=1) + d.data, d.dtype.scalar)
+        left, right = (_values(each).astype(wide) for each in (a, b))
+        terms = left[:, :, None] * right[None]
+        return TensorHandle(np.add.reduce(terms, axis=1, dtype=wide) + d.data, d.dtype.scalar)
 
     with mock.patch.object(InterpreterBuilder, "create_dot", dot):
         yield

@@ -22,6 +22,7 @@ from penstock.kernels.kv_cache.checksum import CHUNK, checksum, sum_words
 from penstock.kernels.kv_cache.op import rope_and_cache, write_kv
 from penstock.kernels.linear.batch_invariant import batch_invariant_bmm, batch_invariant_matmul
 from penstock.kernels.linear.quantized import quantized_matmul
+from penstock.kernels.linear.w8a8 import quantize_activations, w8a8_matmul
 from penstock.kernels.mla.op import (
     mla_attention,
     plan_mla,
@@ -263,6 +264,17 @@ LAUNCHERS = {
             | ints(torch.int32, groups=(8,))
         ),
         {"x": REFERENCE, "codes": ROWS},
+    ),
+    "quantized activations": Launcher(
+        lambda x: quantize_activations(x, "fp8", 8), lambda: floats(x=(3, 8)), {"x": REFERENCE}
+    ),
+    "W8A8 product": Launcher(
+        partial(w8a8_matmul, dtype=torch.float32),
+        lambda: (
+            floats(x_scales=(3, 2), weight_scales=(2, 5), bias=(5,))
+            | {name: torch.ones(rows, 200).to(E4M3) for name, rows in (("x", 3), ("weight", 5))}
+        ),
+        {"x": REFERENCE, "weight": ROWS},
     ),
     "sample": Launcher(
         lambda logits, **params: sample(logits, SamplingTensors(**params)),
