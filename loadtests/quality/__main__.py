@@ -106,10 +106,11 @@ def main(arguments: list[str] | None = None) -> None:
                 _save(Path(options.save_json), options, found, reference)
     print(quality_table(found, reference))
     errors = product_errors()
-    weights = [name for name in names if name in errors]
-    if weights:
+    # The name of a form of quantized activations begins with that of its weights.
+    shown = [each for name in names for each in errors if each.split(",")[0] == name]
+    if shown:
         print("\n| form | error of the product | share of the form's bound |\n| --- | --: | --: |")
-    for name in weights:
+    for name in shown:
         each = errors[name]
         print(f"| {name} | {100 * each.relative:.2f} % | {each.of_bound:.2f} |")
 

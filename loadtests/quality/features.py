@@ -9,6 +9,7 @@ Each weight lies within half a step of its quantization level. If the errors wer
 uniform, the output's error would have the standard deviation sqrt(sum of x² h² / 3), with half
 steps h. The root mean square of these deviations over all outputs is the `bound` of the form.
 Calibration helps if it makes the error a smaller fraction of the bound than plain rounding does.
+Quantized activations add the same sum with x and weights exchanged.
 """
 
 from collections.abc import Callable
@@ -17,7 +18,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from penstock.kernels.linear.code_kinds import FP8_GROUP_INPUTS
 from penstock.kernels.linear.quantize_weights import WeightForm, quantize_weight
+from penstock.kernels.linear.w8a8 import Form, dequantize, quantize_activations_reference
 from penstock.loadtests.quality.rounding import (
     GROUP,
     Rounded,
@@ -59,12 +62,17 @@ def online(form: WeightForm) -> Callable[[Tensor, Tensor], Rounded]:
     def round_weight(weight: Tensor, hessian: Tensor) -> Rounded:
         matrix = quantize_weight(weight, form)
         found = matrix.dequantize()
-        half = matrix.scales[:, matrix.groups.long()] / 2
-        if form == "fp8":  # a step of FP8 (e4m3) is 1/8 of the power of two below the weight
-            half = torch.maximum(found.abs().log2().floor().exp2() * 2**-4, half * 2**-9)
+        half = _half_steps(found, matrix.scales[:, matrix.groups.long()], form)
         return Rounded(found, half, matrix.codes, matrix.scales, matrix.zeros)
 
     return round_weight
+
+
+def _half_steps(values: Tensor, scales: Tensor, form: str) -> Tensor:
+    """Return half the distance between the two quantization levels around each value."""
+    if form == "fp8":  # a step of FP8 (e4m3) is 1/8 of the power of two below the value
+        return torch.maximum(values.abs().log2().floor().exp2() * 2**-4, scales * 2**-10)
+    return scales / 2
 
 
 FORMS: dict[str, Callable[[Tensor, Tensor], Rounded]] = {
@@ -86,6 +94,14 @@ The function of AWQ only clips the ranges; it does not scale the inputs.
 """
 
 
+W8A8: dict[str, tuple[Form, int]] = {
+    "int8, INT8 activations": ("int8", NUM_INPUTS),
+    "fp8, FP8 activations": ("fp8", NUM_INPUTS),
+    "fp8, FP8 activations in groups of 128": ("fp8", FP8_GROUP_INPUTS),
+}
+"""Form and group size of quantized activations; the weights have the same form."""
+
+
 def product_errors(seed: int = 0) -> dict[str, ProductError]:
     """Return the error of each form. Calibration and measurement use different features."""
     assert NUM_INPUTS % GROUP == 0
@@ -103,7 +119,22 @@ def product_errors(seed: int = 0) -> dict[str, ProductError]:
         error = _rms(x @ (rounded.weight - weight).double().T)
         bound = ((x.square() @ rounded.half_steps.double().square().T) / 3).mean().sqrt()
         found[name] = ProductError(error / _rms(exact), error / float(bound))
+        for both, (form, size) in W8A8.items():
+            if form == name:
+                found[both] = _with_rounded_inputs(x, form, size, exact, rounded, bound)
     return found
+
+
+def _with_rounded_inputs(
+    x: Tensor, form: Form, size: int, exact: Tensor, weights: Rounded, weights_bound: Tensor
+) -> ProductError:
+    """Return the error if x is quantized too, in groups of `size` inputs."""
+    codes, scales = quantize_activations_reference(x, form, size)
+    near, weight = dequantize(codes, scales), weights.weight.double()
+    steps = _half_steps(near, scales.double().repeat_interleave(size, 1), form)
+    bound = (weights_bound.square() + (steps.square() @ weight.square().T).mean() / 3).sqrt()
+    error = _rms(near @ weight.T - exact)
+    return ProductError(error / _rms(exact), error / float(bound))
 
 
 def _rms(values: Tensor) -> float:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.loadtests.quality.features import FORMS, product_errors
+from penstock.loadtests.quality.features import FORMS, W8A8, product_errors
 from penstock.loadtests.quality.rounding import Rounded, clipped, gptq, nf4, q4_k, q6_k
 
 
@@ -57,7 +57,9 @@ def test_clipped_ranges_are_better_than_whole_ones() -> None:
 
 def test_errors_of_products_are_near_the_bounds() -> None:
     errors = product_errors()
-    assert errors.keys() == FORMS.keys()
+    assert errors.keys() == FORMS.keys() | W8A8.keys()
     assert all(0.5 < each.of_bound < 1.1 for each in errors.values())
     assert errors["GPTQ"].of_bound < 0.8
+    for both in W8A8:
+        assert errors[both].relative > errors[both.split(",")[0]].relative
     assert errors["int8"].relative < errors["fp8"].relative < errors["int4"].relative
