@@ -39,9 +39,9 @@ class ModelSpec:
     )
     quantization: Literal["none", "float", "int8", "fp8", "int4"] = knob(
         "none",
-        "quantization of float weights while loading: fp8 (one scale per output), int4 (groups of "
-        "32), or int8, which also quantizes activations, per token (CPU); float dequantizes a GGUF "
-        "file, whose Q8_0 and Q4_0 blocks otherwise stay packed",
+        "quantization of float weights while loading: int8 or fp8 (one scale per output), or int4 "
+        "(groups of 32); int8, and fp8 on GPUs with FP8 tensor cores, also quantize activations; "
+        "float dequantizes a GGUF file, whose Q8_0 and Q4_0 blocks otherwise stay packed",
     )
     max_model_len: int | None = knob(
         None, "maximum number of tokens of prompt and answer; default: the model's", 1

@@ -12,6 +12,7 @@ from torch import Tensor
 from penstock.kernels.linear.op import int8_unsupported_reason, pack_int8_matrix
 from penstock.kernels.linear.quantize_weights import GROUP_INPUTS, WeightForm, quantize_weight
 from penstock.kernels.linear.quantized import QuantizedMatrix, pack_quantized
+from penstock.kernels.linear.w8a8 import pack_w8a8
 from penstock.workers.layers.expert_stacks import ExpertStack
 from penstock.workers.layers.linear import FloatMethod, Linear, PackingOptions
 from penstock.workers.layers.parameter import FLOATS, Parameter, Piece
@@ -33,7 +34,8 @@ class OnlineMethod(FloatMethod):
     number of ranks.
 
     INT8 weights use INT8 products, which quantize activations as well. On a CPU with VNNI, 4-bit
-    weights use such products too. All other products are weight-only.
+    weights use such products too, and on a GPU with FP8 tensor cores, FP8 weights use FP8 products.
+    All other products are weight-only.
 
     Args:
         form: the form of quantization; see `quantize_weight`.
@@ -71,7 +73,8 @@ def own_inputs(matrix: QuantizedMatrix, inputs: tuple[int, int] | None) -> Quant
 def pack_codes(linear: Linear, matrix: QuantizedMatrix) -> None:
     """Replace the weights of `linear` by codes.
 
-    Codes of `int8` and `int4` get products with INT8 activations if the device has them.
+    Codes of `int8` and `int4` get products with INT8 activations, and codes of `fp8` products with
+    FP8 activations, if the device has them.
     """
     dtype, device = linear.weight.dtype, matrix.codes.device
     if matrix.kind == "int8" and not int8_unsupported_reason(device, dtype):
@@ -79,7 +82,9 @@ def pack_codes(linear: Linear, matrix: QuantizedMatrix) -> None:
     else:
         # INT8 activations add little error: rounding the weights to 4 bits has ten times the error
         # (`cpu_packed_int4`).
-        linear.packed = pack_quantized(matrix, linear.bias, dtype, int8_activations=True)
+        linear.packed = pack_w8a8(matrix, linear.bias, matrix.kind) or pack_quantized(
+            matrix, linear.bias, dtype, int8_activations=True
+        )
     linear.weight = torch.empty(0, matrix.shape[1], dtype=dtype, device=device)
 
 

@@ -15,6 +15,8 @@ from penstock.kernels.linear.op import (
 )
 from penstock.kernels.linear.quantize_weights import WEIGHT_FORMS, WeightForm
 from penstock.kernels.linear.quantized import supports_dequantizing
+from penstock.kernels.linear.w8a8 import has_w8a8_products
+from penstock.kernels.triton_common.launch import runs_kernels
 from penstock.workers.layers.expert_stacks import ExpertStack
 from penstock.workers.layers.linear import FloatMethod, Linear
 from penstock.workers.layers.mla import LatentAttention
@@ -36,18 +38,30 @@ def check_quantization(
     name: str, device: torch.device, dtype: torch.dtype, deterministic: bool = False
 ) -> None:
     """Raise ValueError if this quantization is not available for the device and dtype."""
-    if name == "int8" and (reason := int8_unsupported_reason(device, dtype)):
-        raise ValueError(f"quantization int8 is not available: {reason}")
-    if deterministic and name in ("fp8", "int4") and not supports_dequantizing(device, dtype):
+    form = weight_form(name)
+    if form is None or has_online_w8a8(form, device):
+        return
+    if form == "int8" and not runs_kernels(device):
+        if reason := int8_unsupported_reason(device, dtype):
+            raise ValueError(f"quantization int8 is not available: {reason}")
+    elif deterministic and not supports_dequantizing(device, dtype):
         raise not_deterministic(f"{name} weights", device, dtype)
+
+
+def has_online_w8a8(form: WeightForm, device: torch.device) -> bool:
+    """Return whether weights made while loading are multiplied by quantized activations on a GPU.
+
+    Such products are batch-invariant.
+    """
+    return form != "int4" and has_w8a8_products(form, device)
 
 
 def not_deterministic(what: str, device: torch.device, dtype: torch.dtype) -> ValueError:
     """Return the error that layers of kind `what` are not batch-invariant on this device."""
     return ValueError(
         f"deterministic mode is not available: {what} need a CPU with AVX-512, numba and dtype "
-        f"float32 in this mode; the device is {device.type}, and the dtype is "
-        f"{str(dtype).removeprefix('torch.')}"
+        "float32 in this mode, or a GPU that multiplies them by quantized activations (W8A8); the "
+        f"device is {device.type}, and the dtype is {str(dtype).removeprefix('torch.')}"
     )
 
 

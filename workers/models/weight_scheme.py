@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
+from penstock.kernels.linear.code_kinds import FP8_GROUP_INPUTS
+
 Storage = Literal[
     "fp8", "int8", "packed", "gptq", "awq",
     "mxfp4", "nvfp4", "modelopt nvfp4", "bitsandbytes 4 bits", "bitsandbytes int8",
@@ -41,6 +43,12 @@ class WeightScheme:
         """Whether the scheme is W8A8: products of INT8 weights and INT8 activations."""
         is_plain = self.bits == 8 and self.symmetric and not self.act_order
         return is_plain and self.activations == "int8" and self.group_size in (PER_OUTPUT, -1)
+
+    @property
+    def allows_fp8_products(self) -> bool:
+        """Whether the scheme is W8A8: products of FP8 weights and FP8 activations on a GPU."""
+        is_served = self.group_size in (PER_OUTPUT, -1, FP8_GROUP_INPUTS)
+        return self.storage == "fp8" and self.activations == "fp8" and is_served
 
     @property
     def name(self) -> str:

@@ -42,13 +42,17 @@ from penstock.workers.weights.gguf.packed_blocks import (
     split_packed,
 )
 from penstock.workers.weights.gguf.tensors import find_gguf_tensors
-from penstock.workers.weights.online_quantization import assign_online_methods
+from penstock.workers.weights.online_quantization import (
+    assign_online_methods,
+    log_online_weight_only,
+)
 from penstock.workers.weights.quantized_method import (
     UNUSED_SUFFIXES,
     assign_methods,
     log_weight_only,
     method_names,
     quantized_modules,
+    uses_w8a8_products,
 )
 from penstock.workers.weights.quantized_module import QuantizedModule
 from penstock.workers.weights.regions import Region
@@ -174,6 +178,7 @@ def load_model(
     assign_methods(decoder, modules, tensor_regions)
     if form is not None:
         assign_online_methods(decoder, whole, form, tensor_regions)
+        log_online_weight_only(form, device)
     log_weight_only(modules, device, chosen)
     packer = Packer(decoder, deterministic)
     _stream(entries, decoder.parameters(), tensor_regions, progress, packer.finish)
@@ -196,7 +201,9 @@ def _check_quantized(
             f"quantization {quantization} is not available: {folder} is quantized already "
             f"({method_names(modules)}): use quantization none"
         )
-    if deterministic and not supports_dequantizing(device, dtype):
+    if not deterministic or supports_dequantizing(device, dtype):
+        return
+    if not all(uses_w8a8_products(module.scheme, device) for module in modules.values()):
         raise not_deterministic("quantized checkpoints", device, dtype)
 
 

@@ -1,19 +1,23 @@
 """Choice of the layers of a float checkpoint that are quantized while they are loaded."""
 
+import logging
 from collections.abc import Mapping
 
 import torch
 
 from penstock.kernels.linear.quantize_weights import WeightForm
+from penstock.kernels.triton_common.launch import runs_kernels
 from penstock.workers.layers.expert_stacks import ExpertStack
 from penstock.workers.layers.linear import Linear
 from penstock.workers.layers.online_method import OnlineMethod, OnlineStackMethod
-from penstock.workers.layers.packing import is_packable, linears
+from penstock.workers.layers.packing import has_online_w8a8, is_packable, linears
 from penstock.workers.models.config import UnsupportedModel
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.weights.quantized_module import input_range
 from penstock.workers.weights.regions import Ranges, Region
 from penstock.workers.weights.sharding import stack_cut
+
+log = logging.getLogger(__name__)
 
 
 def assign_online_methods(
@@ -87,3 +91,12 @@ def _checked_inputs(
             "pairs; use int8 or fp8"
         )
     return input_range(name, columns, in_pairs=form == "int4")
+
+
+def log_online_weight_only(form: WeightForm, device: torch.device) -> None:
+    """Log a warning if a GPU lacks the tensor cores that `form` uses on other GPUs."""
+    if form != "int4" and runs_kernels(device) and not has_online_w8a8(form, device):
+        log.warning(
+            "%s products are not available on this %s device: weights are quantized, and "
+            "activations are not quantized (weight-only)", form.upper(), device.type,
+        )  # fmt: skip

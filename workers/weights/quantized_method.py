@@ -16,6 +16,7 @@ from penstock.kernels.linear.quantized import (
     has_int4_products,
     pack_quantized,
 )
+from penstock.kernels.linear.w8a8 import has_w8a8_products, pack_w8a8
 from penstock.workers.layers.linear import Linear, PackingOptions
 from penstock.workers.layers.parameter import FLOATS, Parameter
 from penstock.workers.models.config import UnsupportedModel
@@ -36,9 +37,9 @@ log = logging.getLogger(__name__)
 class QuantizedMethod:
     """Method of one `Linear` whose modules are quantized in the checkpoint.
 
-    Checkpoints with INT8 activations use a product of integers, if the device has one for their
-    weights. The scales of activations are computed at run time; static scales of the checkpoint are
-    ignored. All other products are weight-only: activations are not quantized.
+    Checkpoints with INT8 or FP8 activations use a product of quantized activations, if the device
+    has one for their weights. The scales of activations are computed at run time; static scales of
+    the checkpoint are ignored. All other products are weight-only: activations are not quantized.
     """
 
     modules: tuple[QuantizedModule, ...]
@@ -70,8 +71,11 @@ class QuantizedMethod:
         if self._uses_int8_product(matrix, dtype):
             linear.packed = pack_int8_matrix(matrix, linear.bias)
         else:
-            int8_activations = all(each.scheme.activations == "int8" for each in self.modules)
-            linear.packed = pack_quantized(matrix, linear.bias, dtype, int8_activations)
+            # All modules have the same scheme; see `quantized_modules`.
+            activations = self.modules[0].scheme.activations
+            linear.packed = pack_w8a8(matrix, linear.bias, activations) or pack_quantized(
+                matrix, linear.bias, dtype, int8_activations=activations == "int8"
+            )
         linear.weight = torch.empty(0, inputs, dtype=dtype, device=matrix.codes.device)
 
     def finish_dense(self, linear: Linear) -> None:
@@ -242,6 +246,13 @@ def has_int4_groups(scheme: WeightScheme) -> bool:
     return scheme.group_size <= 0 or divides_blocks(scheme.group_size)
 
 
+def uses_w8a8_products(scheme: WeightScheme, device: torch.device) -> bool:
+    """Return whether weights of this scheme are multiplied by quantized activations on a GPU."""
+    return (scheme.allows_int8_products and has_w8a8_products("int8", device)) or (
+        scheme.allows_fp8_products and has_w8a8_products("fp8", device)
+    )
+
+
 def method_names(modules: Mapping[str, QuantizedModule]) -> str:
     """Return the names of all linear methods of a model, joined by commas; "float" if none."""
     return ", ".join(sorted({module.scheme.name for module in modules.values()})) or "float"
@@ -265,6 +276,7 @@ def log_weight_only(
         if each.activations
         and not (each.allows_int8_products and has_int8)
         and not (has_int4_groups(each) and has_int4)
+        and not uses_w8a8_products(each, device)
     ]
     if lacking:
         log.warning(
