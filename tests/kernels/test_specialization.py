@@ -15,10 +15,13 @@ pytest.importorskip("triton")
 
 from penstock.common.sampling_params import SamplingParams
 from penstock.kernels.attention.backends.interface import HostBatch
+from penstock.kernels.checks import E4M3
 from penstock.kernels.kv_cache.block_copy import copy_blocks, gather_blocks, scatter_blocks
 from penstock.kernels.kv_cache.checksum import CHUNK, sum_words
 from penstock.kernels.kv_cache.format import format_of
 from penstock.kernels.linear import op as products
+from penstock.kernels.linear.triton_w8a8 import tiles_for
+from penstock.kernels.linear.w8a8 import quantize_activations, w8a8_matmul
 from penstock.kernels.sampling.logprobs import logprobs
 from penstock.kernels.sampling.op import sample
 from penstock.kernels.sampling.penalties import Penalties, add_logit_bias_, apply_penalties_
@@ -36,7 +39,7 @@ from penstock.workers.models.spec import read_spec
 from penstock.workers.rank.kv_cache import KvCache
 from penstock.workers.sampling.sampler import Sampler
 from penstock.workers.scheduling.config import SchedulerConfig
-from tests.aot.case import meta
+from tests.aot.case import SM_90, meta
 from tests.support.specialized import specializations
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled")
@@ -97,6 +100,23 @@ def test_calls_of_all_sizes_use_the_same_specialized_kernels(name: str) -> None:
     assert first
     for size in SIZES:
         assert specializations(lambda: CALLS[name](size)) == first, size  # noqa: B023
+
+
+@pytest.mark.parametrize("num_groups", [1, 3])
+def test_products_of_quantized_activations_have_one_kernel_for_each_tile_size(
+    num_groups: int,
+) -> None:
+    codes, scales = meta(640, 384, dtype=E4M3), floats(num_groups, 640)
+
+    def product(num_rows: int) -> None:
+        x, x_scales = quantize_activations(meta(num_rows, 384), "fp8", 384 // num_groups)
+        w8a8_matmul(x, x_scales, codes, scales, dtype=torch.bfloat16)
+
+    sizes = (1, 17, 65)
+    assert len({tiles_for(SM_90, True, rows) for rows in sizes}) == len(sizes)
+    warm = set.union(*(specializations(lambda: product(rows)) for rows in sizes))  # noqa: B023
+    for num_rows in (*SIZES, 64, 128, 1000):
+        assert specializations(lambda: product(num_rows)) <= warm, num_rows  # noqa: B023
 
 
 @pytest.mark.parametrize(

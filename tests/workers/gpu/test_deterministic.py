@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from penstock.kernels.attention import work_items
+from penstock.kernels.linear.w8a8 import has_w8a8_products
 from penstock.workers.config import WorkerConfig
 from penstock.workers.engine.engine import Engine
 from penstock.workers.gpu.cuda_graphs import CudaCaptures
 from penstock.workers.gpu.device_runner import DeviceRunner
+from penstock.workers.layers import packing
 from penstock.workers.rank import rank_runtime
 from tests.support.devices import DEVICE, ON_GPU, exact_products, runs_kernels
 from tests.support.ranks import make_model
@@ -63,7 +65,9 @@ class Replays:
         return replay
 
 
-def make_engine(folder: Path, dtype: str, replays: Replays | None) -> Engine:
+def make_engine(
+    folder: Path, dtype: str, replays: Replays | None, quantization: str = "none"
+) -> Engine:
     """Return an engine; `replays`, if given, captures the engine's decode steps."""
     config = WorkerConfig(
         "w",
@@ -71,6 +75,7 @@ def make_engine(folder: Path, dtype: str, replays: Replays | None) -> Engine:
         dtype=dtype,
         device=DEVICE.type,
         deterministic=True,
+        quantization=quantization,
         kv_cache_mib=2,
         block_size=4,
         max_sequences=6,
@@ -97,5 +102,22 @@ def test_bits_are_equal_in_any_schedule(family: str, dtype: str, tmp_path: Path)
     # A second engine replays decode steps as captured graphs, with padding rows.
     replays = Replays()
     captured = make_engine(folder, dtype, replays)
+    assert play(captured, few_requests(engine.spec.vocab_size), SMALL_CHUNKS) == expected
+    assert replays.replayed > 4
+
+
+@pytest.mark.long  # five minutes in the interpreter
+def test_bits_are_equal_in_any_schedule_with_fp8_activations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_w8a8_products("fp8", DEVICE):
+        pytest.skip("the GPU has no tensor cores for FP8")
+    monkeypatch.setattr(packing, "MIN_WEIGHTS", 1)
+    folder = make_model(tmp_path, "llama", num_hidden_layers=2)
+    engine = make_engine(folder, DTYPES[-1], None, "fp8")
+    expected, *others = run_all_schedules_after_warm_up(engine)
+    assert all(found == expected for found in others)
+    replays = Replays()
+    captured = make_engine(folder, DTYPES[-1], replays, "fp8")
     assert play(captured, few_requests(engine.spec.vocab_size), SMALL_CHUNKS) == expected
     assert replays.replayed > 4
