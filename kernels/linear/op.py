@@ -143,9 +143,12 @@ def supports_onednn(weight: Tensor) -> bool:
 
 
 def int8_unsupported_reason(device: torch.device, dtype: torch.dtype) -> str:
-    """Return the reason why INT8 linear layers are not supported, or "" if they are supported."""
+    """Return the reason why `pack_int8` is not supported, or "" if it is supported.
+
+    On a GPU, `w8a8` has INT8 products.
+    """
     if device.type != "cpu":
-        return f"INT8 linear layers run on CPUs only, not on {device.type}"
+        return f"packed INT8 linear layers run on CPUs only, not on {device.type}"
     if dtype != torch.float32:
         return f"INT8 linear layers need float32, not {str(dtype).removeprefix('torch.')}"
     if "fbgemm" not in torch.backends.quantized.supported_engines:

@@ -174,6 +174,24 @@ def test_products_that_need_no_rounding_are_exact(
     assert torch.equal(found, expected.float())
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_many_rows_are_computed_in_several_bands_of_tiles(device: torch.device, form: Form) -> None:
+    rows, outputs = 9 * 128 + 1, 2 * 128 + 1  # two bands: one of 8 row tiles, and one of 2
+    dtype = torch.int8 if form == "int8" else E4M3
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (
+        torch.randint(-2, 3, (count, 5), generator=generator).float().to(dtype)
+        for count in (rows, outputs)
+    )
+    ones = torch.ones(rows, 1), torch.ones(1, outputs)
+    with poisoned_memory():
+        found = w8a8_matmul(
+            x.to(device), ones[0].to(device), weight.to(device), ones[1].to(device),
+            dtype=torch.float32,
+        )  # fmt: skip
+    assert torch.equal(found.cpu(), x.float() @ weight.float().T)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("form", "has_groups"), CASES)
 def test_row_bits_do_not_depend_on_the_batch(
