@@ -85,13 +85,13 @@ def required_groups(
     kept = format_of(kv_cache).name
     groups = []
     if weights == torch.float32:
-        if single_rank and cpu_packed_f32.has_avx512():
+        if single_rank and cpu_packed_f32.has_avx2():
             extensions = Extensions(
                 "int8" in products, experts, "weight-only" in products, "int4" in products
             )
             load = partial(graph.load_cpu_kernels, kv_cache, extensions)
             groups.append(KernelGroup(f"program-{kept}{extensions}", load))
-        if cpu_packed_f32.has_avx512():
+        if cpu_packed_f32.has_avx2():
             groups.append(KernelGroup("panels", cpu_packed_f32.load_cpu_kernels))
         groups += _quantized_groups(device, weights, products)
     if cpu_plan.supports_cpu_paged(device, kv_cache):

@@ -12,6 +12,12 @@ def has_avx512() -> bool:
 
 
 @cache
+def has_avx2() -> bool:
+    """Return whether this CPU supports AVX2 (8 float32 per vector) or AVX-512."""
+    return torch.cpu._is_avx2_supported() or has_avx512()
+
+
+@cache
 def has_vnni() -> bool:
     """Return whether this CPU supports AVX-512 VNNI (products of 8-bit integers)."""
     return has_avx512() and torch.cpu._is_vnni_supported()

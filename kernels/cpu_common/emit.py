@@ -1,4 +1,4 @@
-"""Functions that emit LLVM code on vectors of 16 lanes, for numba intrinsics with AVX-512."""
+"""Functions that emit LLVM code on full-width vectors, for numba intrinsics."""
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def"
 
@@ -8,7 +8,7 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils, types
 
-LANES = 16
+from penstock.kernels.cpu_common.simd import VECTOR_WIDTH as LANES
 
 BYTE, HALF_WORD, WORD, INDEX = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 WORDS, FLOATS = ir.VectorType(WORD, LANES), ir.VectorType(ir.FloatType(), LANES)
@@ -54,7 +54,7 @@ def prefetch_pointer(builder, pointer) -> None:
 def fma(builder, a, b, c):
     """Emit `a * b + c` of float vectors, rounded once."""
     function = ir.FunctionType(FLOATS, [FLOATS] * 3)
-    called = cgutils.get_or_insert_function(builder.module, function, "llvm.fma.v16f32")
+    called = cgutils.get_or_insert_function(builder.module, function, f"llvm.fma.v{LANES}f32")
     return builder.call(called, [a, b, c])
 
 

@@ -1,4 +1,4 @@
-"""Numba intrinsics that multiply rows of x by the codes of one panel, for CPUs with AVX-512.
+"""Numba intrinsics that multiply rows of x by the codes of one panel, for CPUs with AVX2.
 
 Here, a code is always a quantized weight. Codes are converted to float32 in registers, and each
 converted vector is multiplied by all rows of the tile. `cpu_dequantizing` describes the arguments
@@ -36,12 +36,13 @@ from penstock.kernels.cpu_common.emit import (
 from penstock.kernels.cpu_common.simd import simd_intrinsic
 from penstock.kernels.linear.code_kinds import FP8, INT4, INT8
 
-TILE_ROWS, PANEL = 8, 48
+TILE_ROWS, PANEL = LANES // 2, 3 * LANES
 BLOCK_K = 256
 """Number of inputs per block. A block of codes of one panel stays in the L1 cache while all tiles
 use it."""
 
-_ROWS, _COLUMNS = (1, 2, 4, 6, TILE_ROWS), range(0, PANEL, LANES)
+_ROWS = (1, 2, 4, 6, 8) if LANES == 16 else (1, 2, 4)
+_COLUMNS = range(0, PANEL, LANES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +99,12 @@ class _Tile:
     sums: Any
 
 
-def _tile_intrinsic(kind: int, emit: Callable[[Any, int, int, _Tile], None]):
+def _tile_intrinsic(
+    kind: int, emit: Callable[[Any, int, int, _Tile], None], sizes: tuple[int, ...] = _ROWS
+):
     """Return an intrinsic that multiplies a tile. `emit` emits the code for a number of rows.
 
-    `emit` is called once for each number in `_ROWS`.
+    `emit` is called once for each number in `sizes`.
     """
 
     @simd_intrinsic
@@ -156,12 +159,47 @@ def multiply_scattered(kind: int):
     return _tile_intrinsic(kind, _emit_scattered)
 
 
+def convert_group(kind: int):
+    """Return an intrinsic that writes the values that `multiply_group` multiplies, without scale.
+
+    It has the arguments of `_tile_intrinsic`. `sums` is [end - begin, PANEL], and `count` is 1. `x`
+    is not read.
+    """
+    return _tile_intrinsic(kind, _emit_group_values, (1,))
+
+
+def convert_scattered(kind: int):
+    """Return an intrinsic that writes the products of values and scales of `multiply_scattered`.
+
+    Its arguments are those of `convert_group`.
+    """
+    return _tile_intrinsic(kind, _emit_scattered_values, (1,))
+
+
 def _emit_group(builder, kind: int, num_rows: int, tile: _Tile) -> None:
-    packing, rows = _packing(kind), _x_rows(builder, tile, num_rows)
-    group = _group_index(builder, tile, tile.begin)
-    zeros = _zeros(builder, kind, tile, group, range(0, min(packing.unit.width, 16), packing.bits))
-    table = load_vector(builder, tile.table, tile.table_at, FLOATS, 4)
+    rows, group = _x_rows(builder, tile, num_rows), _group_index(builder, tile, tile.begin)
     totals = _zero_totals(builder, num_rows)
+    _for_group(
+        builder, kind, tile, group, lambda k, values: _multiply(builder, totals, rows, k, values)
+    )
+    scales = _load_scales(builder, tile, group)
+    for at, total in _numbered(totals):
+        pointer = vector_at(builder, tile.sums, constant(at), FLOATS)
+        sums = fma(builder, builder.load(total), scales[at % PANEL // LANES],
+                    builder.load(pointer, align=4))  # fmt: skip
+        builder.store(sums, pointer, align=4)
+
+
+def _emit_group_values(builder, kind: int, num_rows: int, tile: _Tile) -> None:
+    group = _group_index(builder, tile, tile.begin)
+    _for_group(builder, kind, tile, group, lambda k, values: _store(builder, tile, k, values))
+
+
+def _for_group(builder, kind: int, tile: _Tile, group, use: Callable[[Any, list[Any]], None]):
+    """Emit a loop over inputs of one group; `use(k, values)` emits the use of their values."""
+    packing = _packing(kind)
+    zeros = _zeros(builder, kind, tile, group, range(0, min(packing.unit.width, 16), packing.bits))
+    table = _load_table(builder, tile)
     step = constant(step_inputs(kind))
     with cgutils.for_range_slice(builder, tile.begin, tile.end, step, intp=INDEX) as (k, _):
         for unit in range(packing.units):
@@ -172,19 +210,27 @@ def _emit_group(builder, kind: int, num_rows: int, tile: _Tile) -> None:
                     _value(builder, kind, word, position, zeros[c], table)
                     for c, word in enumerate(words)
                 ]
-                _multiply(builder, totals, rows, builder.add(first, constant(position)), values)
-    scales = _load_scales(builder, tile, group)
-    for at, total in _numbered(totals):
-        pointer = vector_at(builder, tile.sums, constant(at), FLOATS)
-        sums = fma(builder, builder.load(total), scales[at % PANEL // LANES],
-                    builder.load(pointer, align=4))  # fmt: skip
-        builder.store(sums, pointer, align=4)
+                use(builder.add(first, constant(position)), values)
 
 
 def _emit_scattered(builder, kind: int, num_rows: int, tile: _Tile) -> None:
-    packing, rows = _packing(kind), _x_rows(builder, tile, num_rows)
-    table = load_vector(builder, tile.table, tile.table_at, FLOATS, 4)
-    totals = _zero_totals(builder, num_rows)
+    rows, totals = _x_rows(builder, tile, num_rows), _zero_totals(builder, num_rows)
+    _for_scattered(
+        builder, kind, tile, lambda k, values: _multiply(builder, totals, rows, k, values)
+    )
+    for at, total in _numbered(totals):
+        pointer = vector_at(builder, tile.sums, constant(at), FLOATS)
+        sums = builder.fadd(builder.load(pointer, align=4), builder.load(total))
+        builder.store(sums, pointer, align=4)
+
+
+def _emit_scattered_values(builder, kind: int, num_rows: int, tile: _Tile) -> None:
+    _for_scattered(builder, kind, tile, lambda k, values: _store(builder, tile, k, values))
+
+
+def _for_scattered(builder, kind: int, tile: _Tile, use: Callable[[Any, list[Any]], None]):
+    """Emit a loop over inputs; `use(k, values)` emits the use of their values times scales."""
+    packing, table = _packing(kind), _load_table(builder, tile)
     with cgutils.for_range_slice(builder, tile.begin, tile.end, constant(1), intp=INDEX) as (
         k,
         _,
@@ -199,11 +245,15 @@ def _emit_scattered(builder, kind: int, num_rows: int, tile: _Tile) -> None:
             shifted = builder.lshr(word, broadcast(builder, shift))
             value = _value(builder, kind, shifted, 0, zeros[c], table)
             values.append(builder.fmul(value, scales[c]))
-        _multiply(builder, totals, rows, k, values)
-    for at, total in _numbered(totals):
-        pointer = vector_at(builder, tile.sums, constant(at), FLOATS)
-        sums = builder.fadd(builder.load(pointer, align=4), builder.load(total))
-        builder.store(sums, pointer, align=4)
+        use(k, values)
+
+
+def _store(builder, tile: _Tile, k, values: list[Any]) -> None:
+    """Emit stores of the values of input k to `tile.sums` [end - begin, PANEL]."""
+    at = builder.mul(builder.sub(k, tile.begin), constant(PANEL))
+    for c, value in zip(_COLUMNS, values, strict=True):
+        pointer = vector_at(builder, tile.sums, builder.add(at, constant(c)), FLOATS)
+        builder.store(value, pointer, align=4)
 
 
 def _value(builder, kind: int, word, position: int, zeros: dict[int, Any], table):
@@ -248,14 +298,31 @@ def _e4m3(builder, word, position: int):
     return builder.fpext(builder.bitcast(moved, ir.VectorType(ir.HalfType(), LANES)), FLOATS)
 
 
-def _permuted(builder, table, indices):
-    """Emit a lookup of each index (lower four bits) in a table of 16 floats."""
-    function = cgutils.get_or_insert_function(
-        builder.module,
-        ir.FunctionType(FLOATS, [FLOATS, WORDS]),
-        "llvm.x86.avx512.permvar.sf.512",
-    )
-    return builder.call(function, [table, indices])
+def _load_table(builder, tile: _Tile) -> list[Any]:
+    """Emit loads of a table of 16 floats: one vector of 16 lanes, or two of 8."""
+    return [
+        load_vector(builder, tile.table, builder.add(tile.table_at, constant(at)), FLOATS, 4)
+        for at in range(0, 16, LANES)
+    ]
+
+
+def _permuted(builder, table: list[Any], indices):
+    """Emit a lookup of each index (lower four bits) in a table of 16 floats.
+
+    The instruction reads only the lower four bits of an index (AVX-512), or the lower three (AVX2).
+    With AVX2, bit 3 of an index selects the half of the table.
+    """
+    if len(table) == 1:
+        kind = ir.FunctionType(FLOATS, [FLOATS, WORDS])
+        name = "llvm.x86.avx512.permvar.sf.512"
+        function = cgutils.get_or_insert_function(builder.module, kind, name)
+        return builder.call(function, [table[0], indices])
+    kind = ir.FunctionType(FLOATS, [FLOATS, WORDS])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx2.permps")
+    lower, upper = (builder.call(function, [half, indices]) for half in table)
+    bit = builder.shl(indices, filled(WORDS, 28))
+    is_upper = builder.icmp_signed("<", bit, filled(WORDS, 0))
+    return builder.select(is_upper, upper, lower)
 
 
 def _zeros(builder, kind: int, tile: _Tile, group, bits: Sequence[int]) -> list[dict[int, Any]]:

@@ -1,10 +1,11 @@
-"""AVX-512 loops of `quantized`, compiled by numba.
+"""AVX2 and AVX-512 loops of `quantized`, compiled by numba.
 
 Shapes: T rows of x, K inputs, P panels of PANEL outputs, G groups of inputs.
 
-A tile is 1, 2, 4, 6 or 8 rows of x and one panel of outputs. `cpu_code_tiles` converts codes in
-registers and multiplies each converted vector by all rows of the tile. The codes are therefore read
-from memory once, and converted once per eight rows, at the same time as the multiplications.
+A tile is one panel of outputs and 1, 2, 4, 6 or 8 rows of x (1, 2 or 4 with AVX2). `cpu_code_tiles`
+converts codes in registers and multiplies each converted vector by all rows of the tile. The codes
+are therefore read from memory once, and converted once per TILE_ROWS rows, at the same time as the
+multiplications.
 
 An output element starts as its bias. The inputs are divided into blocks of `BLOCK_K`, and each
 block into runs. In a run of inputs of one group, products are summed in order, and the sum is
@@ -23,17 +24,24 @@ import numpy.typing as npt
 
 from penstock.kernels.cpu_common.late_codegen import inner
 from penstock.kernels.cpu_common.numba_runtime import entry, load_entries, run_serial_or_parallel
-from penstock.kernels.cpu_common.simd import VECTOR_WIDTH, load_wide, store
+from penstock.kernels.cpu_common.simd import (
+    VECTOR_WIDTH,
+    load_wide,
+    store,
+)
 from penstock.kernels.linear import code_tables
 from penstock.kernels.linear.code_kinds import E2M1, FP8, INT4, INT8
 from penstock.kernels.linear.cpu_code_tiles import (
     BLOCK_K,
     PANEL,
     TILE_ROWS,
+    convert_group,
+    convert_scattered,
     multiply_group,
     multiply_scattered,
     step_inputs,
 )
+from penstock.kernels.linear.cpu_f32_simd import add_scaled_tile
 
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
@@ -41,6 +49,10 @@ Ints = npt.NDArray[np.int32]
 
 _BLOCK_ROWS = 64
 """Number of rows that are multiplied by all panels before the next rows (loop tiling)."""
+
+_CONVERTS_ONCE = VECTOR_WIDTH == 8
+"""Whether several tiles of rows share the converted values of a panel. With AVX2, a tile has only
+four rows, so a conversion per tile would take longer than the multiplications."""
 
 _TABLES = np.array([code_tables.E2M1, code_tables.NF4, code_tables.FP4], np.float32).ravel()
 """Values of the 16 codes of the kind E2M1, then of NF4, then of FP4."""
@@ -52,6 +64,7 @@ def _tile_loop(kind: int) -> Any:
     All kinds of codes with a table of values share one loop, compiled for E2M1.
     """
     group, scattered, step = multiply_group(kind), multiply_scattered(kind), step_inputs(kind)
+    group_values, scattered_values = convert_group(kind), convert_scattered(kind)
 
     @inner()
     def end_of_group(groups: Ints, k: int, end: int) -> int:
@@ -61,6 +74,14 @@ def _tile_loop(kind: int) -> Any:
         """
         stop = int(groups[len(groups) // 2 + k])
         return (stop if stop < end else end) // step * step
+
+    @inner()
+    def end_of_scattered(groups: Ints, k: int, end: int) -> int:
+        """Return the end of the inputs from k on that `end_of_group` puts in no group."""
+        stop = min(k + step, end)
+        while stop < end and end_of_group(groups, stop, end) <= stop:
+            stop = min(stop + step, end)
+        return stop
 
     @inner()
     def multiply(
@@ -78,21 +99,48 @@ def _tile_loop(kind: int) -> Any:
                     groups_at, _TABLES, table_at, sums,
                 )  # fmt: skip
             else:
-                stop = min(k + step, end)
-                while stop < end and end_of_group(groups, stop, end) <= stop:
-                    stop = min(stop + step, end)
+                stop = end_of_scattered(groups, k, end)
                 scattered(
                     x, x_at, x_step, count, k, stop, codes, codes_at, scales, zeros, groups,
                     groups_at, _TABLES, table_at, sums,
                 )  # fmt: skip
             k = stop
 
-    return multiply
+    @inner()
+    def convert(
+        begin: int, end: int, codes: Bytes, codes_at: int, scales: Floats, zeros: Bytes,
+        groups: Ints, groups_at: int, table_at: int, values: Floats,
+    ) -> tuple[int, int]:  # fmt: skip
+        """Convert the codes of the run of inputs that begins at `begin`.
+
+        Args:
+            values: result [end - begin, PANEL]; the inputs after the run are arbitrary.
+
+        Returns:
+            The end of the run, and the index of its scales. The index is -1 if the values are
+            already multiplied by their scales.
+        """
+        stop = end_of_group(groups, begin, end)
+        if stop > begin:
+            group_values(
+                scales, 0, 0, 1, begin, stop, codes, codes_at, scales, zeros, groups, groups_at,
+                _TABLES, table_at, values,
+            )  # fmt: skip
+            return stop, groups_at + groups[begin] * PANEL
+        stop = end_of_scattered(groups, begin, end)
+        scattered_values(
+            scales, 0, 0, 1, begin, stop, codes, codes_at, scales, zeros, groups, groups_at,
+            _TABLES, table_at, values,
+        )  # fmt: skip
+        return stop, -1
+
+    return multiply, convert
 
 
-_multiply_int4, _multiply_int8, _multiply_fp8, _multiply_table = (
-    _tile_loop(kind) for kind in (INT4, INT8, FP8, E2M1)
-)
+_multiply_int4, _convert_int4 = _tile_loop(INT4)
+_multiply_int8, _convert_int8 = _tile_loop(INT8)
+_multiply_fp8, _convert_fp8 = _tile_loop(FP8)
+_multiply_table, _convert_table = _tile_loop(E2M1)
 
 
 @inner()
@@ -123,8 +171,56 @@ def _multiply(
     else:
         _multiply_table(
             x, x_at, x_step, count, begin, end, codes, codes_at, scales, zeros, groups, groups_at,
-            (kind - E2M1) * VECTOR_WIDTH, sums,
+            (kind - E2M1) * 16, sums,
         )  # fmt: skip
+
+
+@inner()
+def _convert(
+    kind: int, begin: int, end: int, codes: Bytes, panel: int, scales: Floats, zeros: Bytes,
+    groups: Ints, num_panels: int, values: Floats,
+) -> tuple[int, int]:  # fmt: skip
+    """Do the work of `convert` in `_tile_loop` for one panel and any kind of codes."""
+    codes_at, groups_at = panel * (len(codes) // num_panels), panel * (len(scales) // num_panels)
+    if kind == INT4:
+        return _convert_int4(
+            begin, end, codes, codes_at, scales, zeros, groups, groups_at, 0, values
+        )
+    if kind == INT8:
+        return _convert_int8(
+            begin, end, codes, codes_at, scales, zeros, groups, groups_at, 0, values
+        )
+    if kind == FP8:
+        return _convert_fp8(
+            begin, end, codes, codes_at, scales, zeros, groups, groups_at, 0, values
+        )
+    return _convert_table(
+        begin, end, codes, codes_at, scales, zeros, groups, groups_at, (kind - E2M1) * 16, values
+    )
+
+
+@inner()
+def _convert_once(
+    x: Floats, floor: int, top: int, begin: int, end: int, kind: int, codes: Bytes, panel: int,
+    scales: Floats, zeros: Bytes, groups: Ints, num_panels: int, values: Floats, ones: Floats,
+    y: Floats, column: int, width: int,
+) -> None:  # fmt: skip
+    """Add the products of inputs [begin, end) to the columns of one panel, rows [floor, top).
+
+    The result is bitwise identical to that of `_multiply`, but the codes are converted only once.
+    """
+    num_inputs = len(groups) // 2
+    while begin < end:
+        stop, scales_at = _convert(
+            kind, begin, end, codes, panel, scales, zeros, groups, num_panels, values
+        )
+        factors = scales if scales_at >= 0 else ones
+        for r in range(floor, top, 4):
+            add_scaled_tile(
+                x, r * num_inputs + begin, num_inputs, min(4, top - r), stop - begin, values,
+                factors, max(0, scales_at), y, r * width + column, width,
+            )  # fmt: skip
+        begin = stop
 
 
 @inner()
@@ -151,12 +247,22 @@ def _whole_panels(
     """
     num_inputs, num_panels = len(groups) // 2, len(bias) // PANEL
     sums = np.zeros(TILE_ROWS * PANEL, np.float32)
+    values, ones = np.empty(BLOCK_K * PANEL, np.float32), np.ones(PANEL, np.float32)
     for floor in range(0, num_rows, _BLOCK_ROWS):
         top = min(floor + _BLOCK_ROWS, num_rows)
         for panel in range(first, last):
             column = (panel - first) * PANEL
             for begin in range(0, num_inputs, BLOCK_K):
                 end = min(begin + BLOCK_K, num_inputs)
+                if _CONVERTS_ONCE and top - floor > TILE_ROWS:
+                    if begin == 0:
+                        at = floor * width + column
+                        _copy_panel(bias, panel * PANEL, 0, top - floor, y, at, width)
+                    _convert_once(
+                        x, floor, top, begin, end, kind, codes, panel, scales, zeros, groups,
+                        num_panels, values, ones, y, column, width,
+                    )  # fmt: skip
+                    continue
                 for r in range(floor, top, TILE_ROWS):
                     count, at = min(TILE_ROWS, top - r), r * width + column
                     if begin == 0:

@@ -1,10 +1,12 @@
-"""float32 linear layers with weights packed in panels, for CPUs with AVX-512: y = x Wᵀ + b.
+"""float32 linear layers with weights packed in panels, for CPUs with AVX2: y = x Wᵀ + b.
 
-x is [T, K] and y [T, N]. W [N, K] is stored as P panels [P, K, 48] of 48 output columns each, so
-that the loop over K reads memory sequentially. There are two implementations:
+x is [T, K] and y [T, N]. W [N, K] is stored as P panels [P, K, C] of C output columns each, so that
+the loop over K reads memory sequentially. C is three vectors: 48 columns with AVX-512, and 24 with
+AVX2. There are two implementations:
 
-- AVX-512 (`linear/cpu_f32_avx512`): a tile of 8 rows and one panel fills the vector registers (Goto
-  and van de Geijn, "Anatomy of high-performance matrix multiplication", 2008);
+- vectors (`linear/cpu_f32_simd`): a tile of one panel and 8 rows (AVX-512) or 4 rows (AVX2) fills
+  the vector registers (Goto and van de Geijn, "Anatomy of high-performance matrix multiplication",
+  2008);
 - AMX (`linear/cpu_f32_amx_bf16x6`), if the CPU supports AMX: each float32 is split into three
   bfloat16 parts, and six products of parts give a float32 product with errors as small as with
   AVX-512. With a few dozen rows or more, AMX is about twice as fast as AVX-512.
@@ -29,7 +31,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.kernels.cpu_common.cpu_features import has_amx as has_amx
-from penstock.kernels.cpu_common.cpu_features import has_avx512 as has_avx512
+from penstock.kernels.cpu_common.cpu_features import has_avx2 as has_avx2
 from penstock.kernels.cpu_common.numba_runtime import configure_numba
 
 Floats: TypeAlias = npt.NDArray[np.float32]
@@ -44,20 +46,20 @@ _AMX_K, _AMX_N = 32, 64  # with AMX, K and N are padded to multiples of these nu
 
 
 def supports_packed_f32(weight: Tensor) -> bool:
-    """Return whether `weight` can be packed in panels, the fastest format on CPUs with AVX-512.
+    """Return whether `weight` can be packed in panels, the fastest format on CPUs with AVX2.
 
-    The weight must be float32, not empty, and on a CPU with AVX-512.
+    The weight must be float32, not empty, and on a CPU with AVX2.
     """
     is_plain = weight.device.type == "cpu" and weight.dtype == torch.float32
-    return is_plain and weight.numel() > 0 and has_avx512()
+    return is_plain and weight.numel() > 0 and has_avx2()
 
 
 @dataclass(frozen=True, slots=True)
 class PackedLinearF32:
     """A float32 linear layer with its weights in panels."""
 
-    panels: Floats = field(repr=False)  # [P, depth, 48], flattened; inputs past `num_inputs` are 0
-    bias: Floats = field(repr=False)  # [at least P * 48]; 0 from index `num_outputs` on
+    panels: Floats = field(repr=False)  # [P, depth, C], flattened; inputs past `num_inputs` are 0
+    bias: Floats = field(repr=False)  # [at least P * C]; 0 from index `num_outputs` on
     num_inputs: int
     num_outputs: int
     depth: int  # `num_inputs`, rounded up to a multiple of 32 if the CPU has AMX
@@ -70,7 +72,7 @@ class PackedLinearF32:
             expected = f"[T, {num_inputs}] float32"
             raise ValueError(f"x: {expected} expected, not {list(x.shape)} {x.dtype}")
         by_tiles = has_amx() and (self.batch_invariant or num_rows >= MIN_AMX_ROWS)
-        loops = _amx_kernels() if by_tiles else _avx512_kernels()
+        loops = _amx_kernels() if by_tiles else _simd_kernels()
         read, written, width = loops.padded_sizes(num_rows, self.num_outputs)
         if read != num_rows or self.depth != num_inputs:
             x = functional.pad(x, (0, self.depth - num_inputs, 0, read - num_rows))
@@ -94,7 +96,7 @@ def pack_f32(weight: Tensor, bias: Tensor | None, batch_invariant: bool = False)
             for a row does not depend on the number of rows.
     """
     num_outputs, num_inputs = weight.shape
-    width = _avx512_kernels().PANEL
+    width = _simd_kernels().PANEL
     depth = num_inputs + (-num_inputs % _AMX_K if has_amx() else 0)
     num_panels = -(-num_outputs // width)
     panels = torch.zeros(num_panels, depth, width)
@@ -114,11 +116,11 @@ def packed_f32_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
 
 
 @cache
-def _avx512_kernels() -> Any:
+def _simd_kernels() -> Any:
     configure_numba()
-    from penstock.kernels.linear import cpu_f32_avx512
+    from penstock.kernels.linear import cpu_f32_simd
 
-    return cpu_f32_avx512
+    return cpu_f32_simd
 
 
 @cache
@@ -131,6 +133,6 @@ def _amx_kernels() -> Any:
 
 def load_cpu_kernels() -> None:
     """Load the loops that this CPU uses, compiling them if they are not in the cache on disk."""
-    _avx512_kernels().load()
+    _simd_kernels().load()
     if has_amx():
         _amx_kernels().load()

@@ -2,7 +2,7 @@
 
 When a model is loaded, its weights are rearranged once into one of these CPU formats:
 
-- float32 panels (`cpu_packed_f32`), on CPUs with AVX-512;
+- float32 panels (`cpu_packed_f32`), on CPUs with AVX2;
 - float32 in oneDNN's blocked layout, on other CPUs: up to twice as fast as unpacked weights for 2
   to 32 rows, and equally fast for more rows. In all measurements so far (docs/performance.md), the
   order of summation did not depend on the number of rows or threads. oneDNN does not guarantee

@@ -1,13 +1,15 @@
-"""Panels: groups of 48 rows of a matrix, each stored column by column, for AVX-512 loops."""
+"""Panels: groups of rows of a matrix, each stored column by column, for loops with vectors."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-PANEL_ROWS = 48
-"""Number of rows per panel. It equals `cpu_code_tiles.PANEL`, which cannot be imported without
-numba."""
+from penstock.kernels.cpu_common.cpu_features import has_avx512
+
+PANEL_ROWS = 48 if has_avx512() else 24
+"""Number of rows per panel: three vectors of float32. It equals `cpu_code_tiles.PANEL`, which cannot
+be imported without numba."""
 
 
 def count_panels(num_rows: int) -> int:
@@ -16,7 +18,7 @@ def count_panels(num_rows: int) -> int:
 
 
 def to_panels(rows: Tensor) -> Any:
-    """Rearrange N rows of C columns to P panels: a flat numpy array [P, C, 48].
+    """Rearrange N rows of C columns to P panels: a flat numpy array [P, C, PANEL_ROWS].
 
     Rows past the last one are zero.
     """

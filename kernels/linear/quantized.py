@@ -13,7 +13,7 @@ the published formats:
   and NVFP4), and NF4 and FP4 of bitsandbytes.
 
 On a GPU, `triton_quantized` converts a tile of W to the dtype of x in the product's main loop; on a
-CPU with AVX-512, `cpu_dequantizing` converts it to float32. Elsewhere, W is converted by tiles of
+CPU with AVX2, `cpu_dequantizing` converts it to float32. Elsewhere, W is converted by tiles of
 at most `TILE_WEIGHTS` weights, then multiplied by torch. Activations are not quantized, unless
 `pack_quantized` is told to: on CPUs with AVX-512 VNNI, `cpu_packed_int4` multiplies 4-bit integers
 by INT8 activations.
@@ -31,11 +31,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.kernels.checks import FLOATS, check, check_contiguous
+from penstock.kernels.cpu_common.cpu_features import has_avx2
 from penstock.kernels.cpu_common.numba_runtime import configure_numba, has_numba
 from penstock.kernels.fallback import record_fallback
 from penstock.kernels.linear import code_kinds
 from penstock.kernels.linear.code_tables import E2M1, FP4, NF4
-from penstock.kernels.linear.cpu_packed_f32 import MIN_PARALLEL_MACS, has_avx512
+from penstock.kernels.linear.cpu_packed_f32 import MIN_PARALLEL_MACS
 from penstock.kernels.linear.cpu_packed_int4 import (
     PackedLinearInt4,
     has_int4_loops,
@@ -254,19 +255,19 @@ def _has_one_group_per_tile(groups: Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class DequantizingLinear:
-    """A weight-only linear layer for CPUs with AVX-512.
+    """A weight-only linear layer for CPUs with AVX2.
 
-    W is stored in P panels of 48 outputs. The layer is batch-invariant: the order of summation does
-    not depend on the number of rows or threads.
+    W is stored in P panels of C outputs (`panels.PANEL_ROWS`). The layer is batch-invariant: the
+    order of summation does not depend on the number of rows or threads.
     """
 
     kind: Kind
-    codes: npt.NDArray[np.uint8] = field(repr=False)  # [P, U, 48] units of `_units`, flattened
-    scales: npt.NDArray[np.float32] = field(repr=False)  # [P, G, 48], flattened; see `_scales`
-    # [P, G, 48] zero points, flattened; empty for a kind without zero points
+    codes: npt.NDArray[np.uint8] = field(repr=False)  # [P, U, C] units of `_units`, flattened
+    scales: npt.NDArray[np.float32] = field(repr=False)  # [P, G, C], flattened; see `_scales`
+    # [P, G, C] zero points, flattened; empty for a kind without zero points
     zeros: npt.NDArray[np.uint8] = field(repr=False)
     groups: npt.NDArray[np.int32] = field(repr=False)  # [2, K], flattened; see `_with_ends`
-    bias: npt.NDArray[np.float32] = field(repr=False)  # [P * 48]; 0 from index `num_outputs` on
+    bias: npt.NDArray[np.float32] = field(repr=False)  # [P * C]; 0 from index `num_outputs` on
     num_outputs: int
 
     @property
@@ -293,7 +294,7 @@ def supports_dequantizing(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether the CPU loops support activations of `dtype`, with any `QuantizedMatrix`."""
     if device.type != "cpu" or runs_kernels(device):
         return False
-    return dtype == torch.float32 and has_avx512() and has_numba()
+    return dtype == torch.float32 and has_avx2() and has_numba()
 
 
 def has_weight_only_kernel(device: torch.device, dtype: torch.dtype) -> bool:
@@ -314,7 +315,7 @@ def pack_quantized(
 ) -> TiledLinear | DequantizingLinear | PackedLinearInt4 | TritonQuantizedLinear:
     """Pack a linear layer for activations of `dtype`.
 
-    On CPUs with AVX-512, the result keeps no reference to `matrix`.
+    On CPUs with AVX2, the result keeps no reference to `matrix`.
 
     Args:
         int8_activations: True to quantize activations to INT8, if the device has a kernel for

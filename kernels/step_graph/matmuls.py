@@ -13,8 +13,8 @@ from penstock.kernels.cpu_common.partition import i32_array as _ints
 from penstock.kernels.cpu_common.partition import partition as _partition
 from penstock.kernels.cpu_common.partition import u8_array as _bytes
 from penstock.kernels.cpu_common.simd import prefetch
-from penstock.kernels.linear import cpu_dequantizing, cpu_f32_avx512
-from penstock.kernels.linear.cpu_f32_avx512 import PANEL, TILE_ROWS
+from penstock.kernels.linear import cpu_dequantizing, cpu_f32_simd
+from penstock.kernels.linear.cpu_f32_simd import PANEL, TILE_ROWS
 from penstock.kernels.linear.cpu_packed_f32 import MIN_AMX_ROWS, has_amx
 from penstock.kernels.linear.cpu_packed_int4 import has_int4_loops
 from penstock.kernels.linear.cpu_packed_int8 import has_int8_loops
@@ -50,12 +50,12 @@ from penstock.kernels.step_graph.opcodes import (
     X,
 )
 
-_f32_avx512_columns: Any = cpu_f32_avx512.compute_columns
+_f32_simd_columns: Any = cpu_f32_simd.compute_columns
 _f32_amx_columns: Any = (
-    cpu_f32_avx512.compute_columns
+    cpu_f32_simd.compute_columns
 )  # placeholder: called only if an import below replaces it
-_int8_columns: Any = cpu_f32_avx512.compute_columns
-_int4_columns: Any = cpu_f32_avx512.compute_columns
+_int8_columns: Any = cpu_f32_simd.compute_columns
+_int4_columns: Any = cpu_f32_simd.compute_columns
 
 HAS_AMX, HAS_INT8_LOOPS, HAS_INT4_LOOPS = has_amx(), has_int8_loops(), has_int4_loops()
 if HAS_AMX:
@@ -90,7 +90,7 @@ def linear(
         return
     rows = num_rows if num_rows == 1 else -(-num_rows // TILE_ROWS) * TILE_ROWS
     first, last = _partition(-(-num_outputs // PANEL), me, count)
-    _f32_avx512_columns(x, rows, num_inputs, panels, bias, y, num_outputs, first, last)
+    _f32_simd_columns(x, rows, num_inputs, panels, bias, y, num_outputs, first, last)
 
 
 @inner()

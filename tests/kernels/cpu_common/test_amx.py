@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.kernels.linear.cpu_packed_f32 import has_avx512
+from penstock.kernels.cpu_common.cpu_features import has_avx512
 
 
 @pytest.mark.skipif(not has_avx512(), reason="needs AVX-512")

@@ -16,15 +16,35 @@ from penstock.kernels.linear.cpu_packed_f32 import (
 )
 from tests.support.threads import threads
 
-# Constants of `linear/cpu_f32_avx512`, which needs numba. A panel has 24 or 48 columns.
+# Constants of `linear/cpu_f32_simd`, which needs numba. A panel has 24 or 48 columns.
+# A tile has 4 or 8 rows.
 BLOCK_K, TILE_ROWS, PANEL = 192, 8, 48
 EDGES = (1, 2, 23, 24, 25, PANEL - 1, PANEL, PANEL + 1, 3 * PANEL, 9 * PANEL + 1)
-ROWS = (0, 1, 2, TILE_ROWS - 1, TILE_ROWS, TILE_ROWS + 1, 15, 16, 17, 32, 33, 64, 65, 90, 300)
+ROWS = (
+    0,
+    1,
+    2,
+    3,
+    4,
+    5,
+    TILE_ROWS - 1,
+    TILE_ROWS,
+    TILE_ROWS + 1,
+    15,
+    16,
+    17,
+    32,
+    33,
+    64,
+    65,
+    90,
+    300,
+)
 
 
-@pytest.fixture(params=["avx512", "amx"], autouse=True)
+@pytest.fixture(params=["vectors", "amx"], autouse=True)
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Force all linears of a test to use AVX-512 vectors, or AMX."""
+    """Force all linears of a test to use vectors, or AMX."""
     uses_amx = request.param == "amx"
     if uses_amx and not panels.has_amx():
         pytest.skip("needs AMX")
@@ -39,10 +59,10 @@ def exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> t
 
 
 def test_constants_match_the_loops() -> None:
-    from penstock.kernels.linear import cpu_f32_avx512 as loops
+    from penstock.kernels.linear import cpu_f32_simd as loops
 
-    assert (loops.BLOCK_K, loops.TILE_ROWS) == (BLOCK_K, TILE_ROWS)
-    assert loops.PANEL in (PANEL, PANEL // 2)
+    assert loops.BLOCK_K == BLOCK_K
+    assert (loops.TILE_ROWS, loops.PANEL) in ((TILE_ROWS, PANEL), (TILE_ROWS // 2, PANEL // 2))
 
 
 @pytest.mark.parametrize("num_inputs", [1, BLOCK_K - 1, BLOCK_K, BLOCK_K + 1, 2 * BLOCK_K + 7])
@@ -134,8 +154,8 @@ def test_invalid_inputs_are_refused(x: torch.Tensor) -> None:
         pack_f32(torch.randn(5, 8), None)(x)
 
 
-def test_few_rows_use_avx512_and_more_use_amx(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if isa == "avx512":
+def test_few_rows_use_vectors_and_more_use_amx(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if isa == "vectors":
         return
     calls: list[str] = []
 
@@ -147,7 +167,7 @@ def test_few_rows_use_avx512_and_more_use_amx(isa: str, monkeypatch: pytest.Monk
         return record
 
     monkeypatch.setattr(panels, "MIN_AMX_ROWS", 12)
-    monkeypatch.setattr(panels, "_avx512_kernels", recording("vectors", panels._avx512_kernels()))
+    monkeypatch.setattr(panels, "_simd_kernels", recording("vectors", panels._simd_kernels()))
     monkeypatch.setattr(panels, "_amx_kernels", recording("tiles", panels._amx_kernels()))
     weight = torch.randn(64, 32)
     default, invariant = pack_f32(weight, None), pack_f32(weight, None, batch_invariant=True)
@@ -159,10 +179,10 @@ def test_few_rows_use_avx512_and_more_use_amx(isa: str, monkeypatch: pytest.Monk
 
 
 def test_supported_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(panels, "has_avx512", lambda: True)
+    monkeypatch.setattr(panels, "has_avx2", lambda: True)
     assert supports_packed_f32(torch.randn(5, 8))
     assert not supports_packed_f32(torch.randn(5, 8).bfloat16())
     assert not supports_packed_f32(torch.empty(5, 8, device="meta"))
     assert not supports_packed_f32(torch.empty(0, 8))
-    monkeypatch.setattr(panels, "has_avx512", lambda: False)
+    monkeypatch.setattr(panels, "has_avx2", lambda: False)
     assert not supports_packed_f32(torch.randn(5, 8))

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from penstock.kernels.cpu_common.cpu_features import has_avx2
 from penstock.kernels.linear import quantized
-from penstock.kernels.linear.cpu_packed_f32 import has_avx512
 from penstock.kernels.linear.quantized import (
     DequantizingLinear,
     Kind,
@@ -135,7 +135,7 @@ def test_product_is_within_the_bound_of_float32_sums(
             assert (error <= bound(x, weight, bias.double())).all()
 
 
-@pytest.mark.skipif(not has_avx512(), reason="needs AVX-512")
+@pytest.mark.skipif(not has_avx2(), reason="needs AVX2")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("act_order", [False, True])
 def test_row_bits_are_the_same_for_any_rows_and_threads(kind: Kind, act_order: bool) -> None:
@@ -181,7 +181,7 @@ def test_matrices_with_other_groups_are_not_fused() -> None:
         concatenate([one, other])
 
 
-@pytest.mark.skipif(not has_avx512(), reason="needs AVX-512")
+@pytest.mark.skipif(not has_avx2(), reason="needs AVX2")
 def test_input_of_another_shape_or_dtype_is_refused() -> None:
     product = pack_quantized(matrix("int8", 8, 64, 32, False), None, torch.float32)
     for x in (torch.zeros(2, 63), torch.zeros(64), torch.zeros(2, 64, dtype=torch.float64)):

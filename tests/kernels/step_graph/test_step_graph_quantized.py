@@ -5,7 +5,7 @@ from typing import get_args
 import pytest
 import torch
 
-from penstock.kernels.linear.cpu_packed_f32 import has_avx512
+from penstock.kernels.cpu_common.cpu_features import has_avx2
 from penstock.kernels.linear.cpu_packed_int4 import PackedLinearInt4, has_int4_loops
 from penstock.kernels.linear.quantized import DequantizingLinear, Kind, pack_quantized
 from penstock.kernels.step_graph.builder import GraphBuilder, UnsupportedGraph
@@ -20,7 +20,7 @@ from tests.kernels.step_graph.test_step_graph import make_cache, run_graph
 from tests.kernels.step_graph.test_step_graph_moe import check_experts
 from tests.support.threads import threads
 
-pytestmark = pytest.mark.skipif(not has_avx512(), reason="needs AVX-512")
+pytestmark = pytest.mark.skipif(not has_avx2(), reason="needs AVX2")
 needs_vnni = pytest.mark.skipif(not has_int4_loops(), reason="needs AVX-512 VNNI")
 ROWS = (1, 2, 8, 9, 65)
 KINDS: tuple[Kind, ...] = get_args(Kind)

@@ -214,7 +214,7 @@ def test_cpu_step_graph_has_the_bits_of_separate_operations(
 ) -> None:
     """Results of a CPU step graph are bitwise identical to those of separate operations."""
     monkeypatch.setattr(packing, "MIN_WEIGHTS", 1)
-    monkeypatch.setattr(cpu_packed_f32, "has_avx512", lambda: True)
+    monkeypatch.setattr(cpu_packed_f32, "has_avx2", lambda: True)
     make_compatible(tmp_path, GRAPH_CONFIGS[name])
     quantization = "int8" if name == "int8" and has_int8_loops() else "none"
     engine = make_engine(tmp_path, quantization=quantization)

@@ -111,10 +111,10 @@ UNSUPPORTED: dict[str, Callable[[], Any]] = {
 
 @pytest.fixture(autouse=True)
 def packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pack all linear layers with several outputs, as on CPUs with AVX-512."""
+    """Pack all linear layers with several outputs, as on CPUs with AVX2."""
     # Expert gates have 64 weights and are not packed.
     monkeypatch.setattr(packing, "MIN_WEIGHTS", 65)
-    monkeypatch.setattr(cpu_packed_f32, "has_avx512", lambda: True)
+    monkeypatch.setattr(cpu_packed_f32, "has_avx2", lambda: True)
 
 
 def make_models(

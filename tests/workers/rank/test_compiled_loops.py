@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from penstock.kernels.cpu_common.cpu_features import has_avx2
 from penstock.kernels.linear import cpu_packed_int8
-from penstock.kernels.linear.cpu_packed_f32 import has_avx512
 from penstock.kernels.linear.cpu_packed_int4 import has_int4_loops
 from penstock.workers.config import WorkerConfig
 from penstock.workers.models.weight_scheme import WeightScheme
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 WEIGHT_ONLY, INT8 = {"dequantizing"}, {"level-products", "levels"}
 INT4 = {"int4-products"} if has_int4_loops() else WEIGHT_ONLY
 
-pytestmark = pytest.mark.skipif(not has_avx512(), reason="needs AVX-512")
+pytestmark = pytest.mark.skipif(not has_avx2(), reason="needs AVX2")
 
 
 @pytest.fixture(autouse=True)

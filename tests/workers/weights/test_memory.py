@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from penstock.kernels.linear.cpu_packed_f32 import has_avx512
+from penstock.kernels.cpu_common.cpu_features import has_avx2
 from penstock.workers.models.decoder import empty_decoder
 from penstock.workers.models.spec import read_spec
 from tests.support.checkpoints import VOCAB_SIZE, make_tokenizer
@@ -230,7 +230,7 @@ def test_peak_of_dequantized_gguf_weights_is_the_finished_size_plus_two_products
     assert finished < 1.05 * stored  # about the bytes of the weights in float32
 
 
-@pytest.mark.skipif(not has_avx512(), reason="needs AVX-512")
+@pytest.mark.skipif(not has_avx2(), reason="needs AVX2")
 @pytest.mark.parametrize(("kind", "ratio"), [("Q8_0", 37 / 34), ("Q4_0", 21 / 18)])
 def test_memory_for_packed_gguf_weights_is_near_the_size_of_the_file(
     tmp_path: Path, kind: str, ratio: float

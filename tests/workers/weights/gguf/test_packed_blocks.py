@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.common.gguf.checkpoint import open_gguf
-from penstock.kernels.linear.cpu_packed_f32 import has_avx512
+from penstock.kernels.cpu_common.cpu_features import has_avx2
 from penstock.kernels.linear.quantized import (
     DequantizingLinear,
     QuantizedMatrix,
@@ -111,7 +111,7 @@ def test_products_are_those_of_the_dequantized_weights(
         matrix, bias = held_linear.matrix, held_linear.bias
         x = torch.randn(num_rows, matrix.shape[1], generator=torch.Generator().manual_seed(1))
         product = pack_quantized(matrix, bias, FLOAT32)
-        assert isinstance(product, DequantizingLinear) == has_avx512()
+        assert isinstance(product, DequantizingLinear) == has_avx2()
         exact = matrix.dequantize().double()
         expected, sizes = x.double() @ exact.T, x.abs().double() @ exact.abs().T
         if bias is not None:
@@ -130,8 +130,8 @@ def test_products_are_those_of_the_dequantized_weights(
 def test_greedy_answers_are_those_of_the_dequantized_file(
     family: str, kind: str, deterministic: bool, tmp_path: Path, kernel: None
 ) -> None:
-    if deterministic and not has_avx512():
-        pytest.skip("needs AVX-512")
+    if deterministic and not has_avx2():
+        pytest.skip("needs AVX2")
     path = make_gguf(tmp_path / "m", family, kind)
     engines = [engine(path, name, deterministic) for name in ("none", "float")]
     # Both forms have the same weights: layouts differ only if KV must be bitwise identical.
@@ -150,7 +150,7 @@ def engine(path: Path, quantization: str, deterministic: bool) -> Engine:
     ))  # fmt: skip
 
 
-@pytest.mark.skipif(not has_avx512(), reason="needs AVX-512")
+@pytest.mark.skipif(not has_avx2(), reason="needs AVX2")
 @pytest.mark.parametrize(("kind", "ratio"), [("Q8_0", 37 / 34), ("Q4_0", 21 / 18)])
 def test_packed_weights_take_little_more_than_their_bytes_in_the_file(
     kind: str, ratio: float, tmp_path: Path
@@ -309,8 +309,8 @@ def shrinking(path: Path, stream: Callable[..., None]) -> Callable[..., None]:
 
 def test_blocks_stay_packed_only_where_a_kernel_multiplies_them(tmp_path: Path) -> None:
     path, gpu = make_gguf(tmp_path / "m", "llama2", "Q8_0"), torch.device("cuda")
-    assert keeps_blocks(path, "none", False, CPU, FLOAT32) == has_avx512()
-    assert keeps_blocks(path, "none", True, CPU, FLOAT32) == has_avx512()
+    assert keeps_blocks(path, "none", False, CPU, FLOAT32) == has_avx2()
+    assert keeps_blocks(path, "none", True, CPU, FLOAT32) == has_avx2()
     assert keeps_blocks(path, "none", False, gpu, torch.bfloat16)
     assert not keeps_blocks(path, "none", True, gpu, torch.bfloat16)
     assert not keeps_blocks(path, "none", False, CPU, torch.bfloat16)

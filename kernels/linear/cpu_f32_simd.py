@@ -1,4 +1,4 @@
-"""AVX-512 loops of `cpu_packed_f32`, compiled by numba.
+"""AVX2 and AVX-512 loops of `cpu_packed_f32`, compiled by numba.
 
 Shapes: T rows of x, K inputs, N outputs, P panels of PANEL outputs.
 """
@@ -26,7 +26,7 @@ from penstock.kernels.cpu_common.simd import (
 
 Floats = npt.NDArray[np.float32]
 
-TILE_ROWS, PANEL = 8, 3 * VECTOR_WIDTH
+TILE_ROWS, PANEL = VECTOR_WIDTH // 2, 3 * VECTOR_WIDTH
 """Rows and columns of a tile. The sums of a tile, the weights of one input in a panel, and one
 element of x fill the vector registers."""
 
@@ -128,7 +128,7 @@ def _one_row(
 
 
 @inner()
-def tile(
+def _tile_of_8(
     x: Floats, x_at: int, x_step: int, count: int, panels: Floats, at: int, ahead: int, lines: int,
     before: Floats, before_at: int, before_step: int, y: Floats, y_at: int, y_step: int,
 ) -> None:  # fmt: skip
@@ -172,6 +172,85 @@ def tile(
     _store_sums(y, y_at + 5 * y_step, s5, before, before_at + 5 * before_step)
     _store_sums(y, y_at + 6 * y_step, s6, before, before_at + 6 * before_step)
     _store_sums(y, y_at + 7 * y_step, s7, before, before_at + 7 * before_step)
+
+
+@inner()
+def _tile_of_4(
+    x: Floats, x_at: int, x_step: int, count: int, panels: Floats, at: int, ahead: int, lines: int,
+    before: Floats, before_at: int, before_step: int, y: Floats, y_at: int, y_step: int,
+) -> None:  # fmt: skip
+    """Do the work of `_tile_of_8` for four rows."""
+    x1, x2, x3 = x_at + x_step, x_at + 2 * x_step, x_at + 3 * x_step
+    s0 = s1 = s2 = s3 = _zero_sums()
+    pace, at_once, due = max(1, count // lines), (lines + count - 1) // count, 0
+    for k in range(count):
+        if k == due:
+            for _ in range(at_once):
+                prefetch(panels, ahead)
+                ahead += _LINE
+            due += pace
+        columns = _load_panel(panels, at + k * PANEL)
+        s0, s1 = (
+            _fma_panel(s0, broadcast_load(x, x_at + k), columns),
+            _fma_panel(s1, broadcast_load(x, x1 + k), columns),
+        )
+        s2, s3 = (
+            _fma_panel(s2, broadcast_load(x, x2 + k), columns),
+            _fma_panel(s3, broadcast_load(x, x3 + k), columns),
+        )
+    _store_sums(y, y_at, s0, before, before_at)
+    _store_sums(y, y_at + y_step, s1, before, before_at + before_step)
+    _store_sums(y, y_at + 2 * y_step, s2, before, before_at + 2 * before_step)
+    _store_sums(y, y_at + 3 * y_step, s3, before, before_at + 3 * before_step)
+
+
+tile: Any = _tile_of_8 if TILE_ROWS == 8 else _tile_of_4
+
+
+@inner()
+def _add_scaled(y: Floats, at: int, sums: Any, scales: Floats, scales_at: int) -> None:
+    """Add `sums * scales` to y from index `at` on, for one row and the columns of one panel."""
+    a, b, c = sums
+    p, q, r = _load_panel(scales, scales_at)
+    store(y, at, fma(a, p, load_wide(y, at)))
+    store(y, at + VECTOR_WIDTH, fma(b, q, load_wide(y, at + VECTOR_WIDTH)))
+    store(y, at + 2 * VECTOR_WIDTH, fma(c, r, load_wide(y, at + 2 * VECTOR_WIDTH)))
+
+
+@inner()
+def add_scaled_tile(
+    x: Floats, x_at: int, x_step: int, num_rows: int, count: int, values: Floats, scales: Floats,
+    scales_at: int, y: Floats, y_at: int, y_step: int,
+) -> None:  # fmt: skip
+    """Multiply `count` inputs of at most four rows by `values`, then by scales; add this to y.
+
+    Args:
+        num_rows: number of rows of x, 1 to 4.
+        values: [count, PANEL].
+        scales: the PANEL scales begin at index `scales_at`.
+    """
+    last = num_rows - 1
+    x1, x2, x3 = (
+        x_at + min(1, last) * x_step, x_at + min(2, last) * x_step, x_at + min(3, last) * x_step
+    )  # fmt: skip
+    s0 = s1 = s2 = s3 = _zero_sums()
+    for k in range(count):
+        columns = _load_panel(values, k * PANEL)
+        s0, s1 = (
+            _fma_panel(s0, broadcast_load(x, x_at + k), columns),
+            _fma_panel(s1, broadcast_load(x, x1 + k), columns),
+        )
+        s2, s3 = (
+            _fma_panel(s2, broadcast_load(x, x2 + k), columns),
+            _fma_panel(s3, broadcast_load(x, x3 + k), columns),
+        )
+    _add_scaled(y, y_at, s0, scales, scales_at)
+    if num_rows > 1:
+        _add_scaled(y, y_at + y_step, s1, scales, scales_at)
+    if num_rows > 2:
+        _add_scaled(y, y_at + 2 * y_step, s2, scales, scales_at)
+    if num_rows > 3:
+        _add_scaled(y, y_at + 3 * y_step, s3, scales, scales_at)
 
 
 @inner()
