@@ -17,10 +17,8 @@ from numba.core import cgutils, types
 from penstock.kernels.cpu_common.emit import (
     BYTE,
     FLOATS,
-    HALF_WORD,
     INDEX,
     LANES,
-    WORD,
     WORDS,
     array_data,
     broadcast,
@@ -34,48 +32,23 @@ from penstock.kernels.cpu_common.emit import (
     vector_at,
 )
 from penstock.kernels.cpu_common.simd import simd_intrinsic
-from penstock.kernels.linear.code_kinds import FP8, INT4, INT8
+from penstock.kernels.linear.code_kinds import INT4, INT8
+from penstock.kernels.linear.cpu_code_values import PANEL, Packing, code_value, packing_of
 
-TILE_ROWS, PANEL = LANES // 2, 3 * LANES
+TILE_ROWS = LANES // 2
 BLOCK_K = 256
 """Number of inputs per block. A block of codes of one panel stays in the L1 cache while all tiles
 use it."""
 
-_ROWS = (1, 2, 4, 6, 8) if LANES == 16 else (1, 2, 4)
+ROW_COUNTS = (1, 2, 4, 6, 8) if LANES == 16 else (1, 2, 4)
+"""Numbers of rows for which tiles are compiled."""
+
 _COLUMNS = range(0, PANEL, LANES)
-
-
-@dataclass(frozen=True, slots=True)
-class _Packing:
-    """The layout of codes in memory.
-
-    A unit is an integer of 2 or 4 bytes that contains one output's codes for successive inputs.
-    """
-
-    bits: int  # bits per code
-    unit: ir.IntType
-    units: int  # number of units in a step of `multiply_group`
-
-    @property
-    def inputs(self) -> int:
-        """Return the number of inputs in a unit."""
-        return int(self.unit.width) // self.bits
-
-    @property
-    def row_bytes(self) -> int:
-        """Return the number of bytes of a row of units: one unit for each output of a panel."""
-        return PANEL * int(self.unit.width) // 8
-
-
-def _packing(kind: int) -> _Packing:
-    if kind == FP8:
-        return _Packing(8, HALF_WORD, 2)
-    return _Packing(8 if kind == INT8 else 4, WORD, 1)
 
 
 def step_inputs(kind: int) -> int:
     """Return the number of inputs that `multiply_group` converts in one step of its loop."""
-    return _packing(kind).inputs * _packing(kind).units
+    return packing_of(kind).inputs * packing_of(kind).units
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +73,7 @@ class _Tile:
 
 
 def _tile_intrinsic(
-    kind: int, emit: Callable[[Any, int, int, _Tile], None], sizes: tuple[int, ...] = _ROWS
+    kind: int, emit: Callable[[Any, int, int, _Tile], None], sizes: tuple[int, ...] = ROW_COUNTS
 ):
     """Return an intrinsic that multiplies a tile. `emit` emits the code for a number of rows.
 
@@ -132,7 +105,7 @@ def _tile_intrinsic(
         def code(context, builder, signature, arguments):
             tile = _Tile(*array_data(context, builder, signature, arguments))
             by_row_count(
-                builder, tile.count, _ROWS, lambda num_rows: emit(builder, kind, num_rows, tile)
+                builder, tile.count, sizes, lambda num_rows: emit(builder, kind, num_rows, tile)
             )
             return context.get_dummy_value()
 
@@ -197,7 +170,7 @@ def _emit_group_values(builder, kind: int, num_rows: int, tile: _Tile) -> None:
 
 def _for_group(builder, kind: int, tile: _Tile, group, use: Callable[[Any, list[Any]], None]):
     """Emit a loop over inputs of one group; `use(k, values)` emits the use of their values."""
-    packing = _packing(kind)
+    packing = packing_of(kind)
     zeros = _zeros(builder, kind, tile, group, range(0, min(packing.unit.width, 16), packing.bits))
     table = _load_table(builder, tile)
     step = constant(step_inputs(kind))
@@ -207,7 +180,7 @@ def _for_group(builder, kind: int, tile: _Tile, group, use: Callable[[Any, list[
             words = _load_units(builder, packing, tile, first)
             for position in range(packing.inputs):
                 values = [
-                    _value(builder, kind, word, position, zeros[c], table)
+                    code_value(builder, kind, word, position, zeros[c], table)
                     for c, word in enumerate(words)
                 ]
                 use(builder.add(first, constant(position)), values)
@@ -230,7 +203,7 @@ def _emit_scattered_values(builder, kind: int, num_rows: int, tile: _Tile) -> No
 
 def _for_scattered(builder, kind: int, tile: _Tile, use: Callable[[Any, list[Any]], None]):
     """Emit a loop over inputs; `use(k, values)` emits the use of their values times scales."""
-    packing, table = _packing(kind), _load_table(builder, tile)
+    packing, table = packing_of(kind), _load_table(builder, tile)
     with cgutils.for_range_slice(builder, tile.begin, tile.end, constant(1), intp=INDEX) as (
         k,
         _,
@@ -243,7 +216,7 @@ def _for_scattered(builder, kind: int, tile: _Tile, use: Callable[[Any, list[Any
         values = []
         for c, word in enumerate(_load_units(builder, packing, tile, k)):
             shifted = builder.lshr(word, broadcast(builder, shift))
-            value = _value(builder, kind, shifted, 0, zeros[c], table)
+            value = code_value(builder, kind, shifted, 0, zeros[c], table)
             values.append(builder.fmul(value, scales[c]))
         use(k, values)
 
@@ -256,48 +229,6 @@ def _store(builder, tile: _Tile, k, values: list[Any]) -> None:
         builder.store(value, pointer, align=4)
 
 
-def _value(builder, kind: int, word, position: int, zeros: dict[int, Any], table):
-    """Emit, as float32, the value of the code with index `position` in each unit, without scale.
-
-    This is the code minus its zero point, the value in a table, or (for FP8) the value / 2^8.
-    """
-    if kind == FP8:
-        return _e4m3(builder, word, position)
-    bits = _packing(kind).bits
-    # For kinds with a table, the code is not masked: the permutation instruction reads only the
-    # lower four bits of each index.
-    if kind not in (INT4, INT8):
-        shifted = builder.lshr(word, filled(WORDS, bits * position)) if position else word
-        return _permuted(builder, table, shifted)
-    # The code becomes the low mantissa bits of a power of two large enough to hold it exactly.
-    at = bits * position
-    if at >= 16:
-        word, at = builder.lshr(word, filled(WORDS, 16)), at - 16
-    code = builder.and_(word, filled(WORDS, ((1 << bits) - 1) << at))
-    return builder.fsub(_with_power(builder, code, at), zeros[at])
-
-
-def _with_power(builder, code, at: int):
-    """Emit the float32 2^(23 - at) + code, for a code that begins at bit `at` of a word."""
-    power = filled(WORDS, (127 + 23 - at) << 23)
-    return builder.bitcast(builder.or_(code, power), FLOATS)
-
-
-def _e4m3(builder, word, position: int):
-    """Emit the conversion of an e4m3 number to float32, divided by 2^8.
-
-    The number is the lower byte (`position` 0) or the upper byte of 16 bits. With one more bit of
-    exponent, the bits of an e4m3 number are a float16 number that is 2^8 times smaller. This is
-    exact for subnormal numbers, too. NaN is not supported.
-    """
-    halves = ir.VectorType(HALF_WORD, LANES)
-    if position == 0:
-        word = builder.shl(word, filled(halves, 8))
-    # The sign stays in bit 15, the other bits move to bits 13 to 7, and bit 14 is cleared.
-    moved = builder.and_(builder.ashr(word, filled(halves, 1)), filled(halves, 0xBF80))
-    return builder.fpext(builder.bitcast(moved, ir.VectorType(ir.HalfType(), LANES)), FLOATS)
-
-
 def _load_table(builder, tile: _Tile) -> list[Any]:
     """Emit loads of a table of 16 floats: one vector of 16 lanes, or two of 8."""
     return [
@@ -306,29 +237,10 @@ def _load_table(builder, tile: _Tile) -> list[Any]:
     ]
 
 
-def _permuted(builder, table: list[Any], indices):
-    """Emit a lookup of each index (lower four bits) in a table of 16 floats.
-
-    The instruction reads only the lower four bits of an index (AVX-512), or the lower three (AVX2).
-    With AVX2, bit 3 of an index selects the half of the table.
-    """
-    if len(table) == 1:
-        kind = ir.FunctionType(FLOATS, [FLOATS, WORDS])
-        name = "llvm.x86.avx512.permvar.sf.512"
-        function = cgutils.get_or_insert_function(builder.module, kind, name)
-        return builder.call(function, [table[0], indices])
-    kind = ir.FunctionType(FLOATS, [FLOATS, WORDS])
-    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx2.permps")
-    lower, upper = (builder.call(function, [half, indices]) for half in table)
-    bit = builder.shl(indices, filled(WORDS, 28))
-    is_upper = builder.icmp_signed("<", bit, filled(WORDS, 0))
-    return builder.select(is_upper, upper, lower)
-
-
 def _zeros(builder, kind: int, tile: _Tile, group, bits: Sequence[int]) -> list[dict[int, Any]]:
     """Emit 2^(23 - at) + zero point, for each vector of outputs and each `at` in `bits`.
 
-    `_value` subtracts these numbers from the result of `_with_power`.
+    `code_value` subtracts these numbers.
     """
     if kind not in (INT4, INT8):
         return [{} for _ in _COLUMNS]
@@ -349,7 +261,7 @@ def _load_scales(builder, tile: _Tile, group) -> list[Any]:
     ]
 
 
-def _load_units(builder, packing: _Packing, tile: _Tile, k) -> list[Any]:
+def _load_units(builder, packing: Packing, tile: _Tile, k) -> list[Any]:
     """Emit loads of the units that contain input k of all outputs of the panel.
 
     The codes of the next block are prefetched into the L2 cache.

@@ -1,4 +1,7 @@
-"""Numba intrinsic that multiplies rows of 8-bit integers by 4-bit codes, with AVX-512 VNNI.
+"""Numba intrinsic that multiplies rows of 8-bit integers by 4-bit codes.
+
+It uses AVX-512 VNNI, or AVX2 on CPUs without AVX-512. The integer sums are exact, so both give the
+same sums.
 
 Codes become bytes in registers, and each vector of bytes is multiplied by all rows of the tile.
 `cpu_packed_int4` describes the formula and the order of summation.
@@ -15,6 +18,7 @@ from numba.core import cgutils, types
 from penstock.kernels.cpu_common.emit import (
     BYTE,
     FLOATS,
+    HALF_WORD,
     INDEX,
     LANES,
     WORD,
@@ -31,11 +35,15 @@ from penstock.kernels.cpu_common.emit import (
     vector_at,
 )
 from penstock.kernels.cpu_common.simd import simd_intrinsic
-from penstock.kernels.linear.cpu_code_tiles import PANEL, TILE_ROWS
+from penstock.kernels.linear.cpu_code_tiles import PANEL, ROW_COUNTS
 from penstock.kernels.linear.int8_blocks import BLOCK_INPUTS, UNIT_INPUTS
 
-_ROWS, _COLUMNS = (1, 2, 4, 6, TILE_ROWS), range(0, PANEL, LANES)
+_COLUMNS = range(0, PANEL, LANES)
 _UNIT_BYTES = 4 * PANEL
+
+_SHORT_RUN = 32
+"""Number of inputs whose products fit in sums of 16 bits: each sum gets 16 products of a code (at
+most 15) and an activation (at most 127 in magnitude)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +88,7 @@ def multiply_block(
         qvalues: int8 activations of the block.
         row_scales: float32; one scale per row for the activations of the block.
         offsets: int32; for each run of a row, minus the sum of the run's activations.
-        count: number of rows, 1 to TILE_ROWS.
+        count: number of rows, 1 to the last of ROW_COUNTS.
         num_inputs: number of inputs in the block, a multiple of UNIT_INPUTS, at most BLOCK_INPUTS.
         run: number of inputs per run, a multiple of UNIT_INPUTS. A run's inputs have one group.
         codes: uint8 codes of the panel; those of the block begin at index `codes_at`.
@@ -97,7 +105,9 @@ def multiply_block(
 
     def code(context, builder, signature, arguments):
         tile = _Tile(*array_data(context, builder, signature, arguments))
-        by_row_count(builder, tile.count, _ROWS, lambda num_rows: _emit(builder, num_rows, tile))
+        by_row_count(
+            builder, tile.count, ROW_COUNTS, lambda num_rows: _emit(builder, num_rows, tile)
+        )
         return context.get_dummy_value()
 
     return result, code
@@ -122,7 +132,7 @@ def _emit(builder, num_rows: int, tile: _Tile) -> None:
     ):
         group = builder.add(tile.group_at, builder.mul(number, tile.group_step))
         _start_sums(builder, sums, tile, group, offsets, number)
-        _add_run(builder, sums, qvalues, tile, begin)
+        (_add_run if LANES == 16 else _add_run_avx2)(builder, sums, qvalues, tile, begin)
         scales = [
             load_vector(builder, tile.scales, builder.add(group, constant(c)), FLOATS, 4)
             for c in _COLUMNS
@@ -164,31 +174,87 @@ def _start_sums(builder, sums, tile: _Tile, group, offsets, run_number) -> None:
         at = builder.add(group, constant(c))
         narrow = load_vector(builder, tile.zeros, at, ir.VectorType(BYTE, LANES), 1)
         zeros.append(builder.zext(narrow, WORDS))
-    # The upper 16 bits of a zero point are 0, so the upper half of an offset is multiplied by 0.
-    multiply_add = _instruction(builder, "llvm.x86.avx512.vpdpwssd.512")
     for row, pointer in zip(sums, offsets, strict=True):
         offset = broadcast(builder, builder.load(builder.gep(pointer, [run_number])))
         for variable, zero in zip(row, zeros, strict=True):
-            start = builder.call(multiply_add, [filled(WORDS, 0), zero, offset])
-            builder.store(start, variable)
+            builder.store(_multiply_zeros(builder, zero, offset), variable)
+
+
+def _multiply_zeros(builder, zeros, offset):
+    if LANES != 16:
+        return builder.mul(zeros, offset)
+    # The upper 16 bits of a zero point are 0, so the upper half of an offset is multiplied by 0.
+    multiply_add = _instruction(builder, "llvm.x86.avx512.vpdpwssd.512")
+    return builder.call(multiply_add, [filled(WORDS, 0), zeros, offset])
 
 
 def _add_run(builder, sums, qvalues, tile: _Tile, begin) -> None:
     """Emit `sums += codes * activations` for the inputs of the run that begins at `begin`."""
     multiply_add = _instruction(builder, "llvm.x86.avx512.vpdpbusd.512")
-    later = builder.add(begin, tile.run)
-    is_whole = builder.icmp_signed("<=", later, tile.num_inputs)
-    end = builder.select(is_whole, later, tile.num_inputs)
+    end = _minimum(builder, builder.add(begin, tile.run), tile.num_inputs)
     with cgutils.for_range_slice(builder, begin, end, constant(UNIT_INPUTS), intp=INDEX) as (k, _):
         lower, upper = _unpack(builder, tile, k)
         for row, pointer in zip(sums, qvalues, strict=True):
             for first, columns in ((0, lower), (4, upper)):
-                at = builder.gep(pointer, [builder.add(k, constant(first))])
-                word = builder.load(builder.bitcast(at, WORD.as_pointer()), align=1)
-                inputs = broadcast(builder, word)
+                inputs = _four_inputs(builder, pointer, k, first)
                 for variable, column in zip(row, columns, strict=True):
                     total = builder.call(multiply_add, [builder.load(variable), column, inputs])
                     builder.store(total, variable)
+
+
+def _minimum(builder, a, b):
+    return builder.select(builder.icmp_signed("<=", a, b), a, b)
+
+
+def _add_run_avx2(builder, sums, qvalues, tile: _Tile, begin) -> None:
+    """Do the work of `_add_run` with AVX2.
+
+    The products of `_SHORT_RUN` inputs are added to sums of 16 bits, which are then added to the
+    sums of 32 bits.
+    """
+    halves = ir.VectorType(HALF_WORD, 2 * LANES)
+    short_sums = _variables(builder, len(sums), halves)
+    end = _minimum(builder, builder.add(begin, tile.run), tile.num_inputs)
+    with cgutils.for_range_slice(builder, begin, end, constant(_SHORT_RUN), intp=INDEX) as (
+        first,
+        _,
+    ):
+        _store_all(builder, short_sums, ir.Constant(halves, [0] * (2 * LANES)))
+        _add_short_run(builder, short_sums, qvalues, tile, first, end)
+        _widen(builder, sums, short_sums)
+
+
+def _add_short_run(builder, short_sums, qvalues, tile: _Tile, first, end) -> None:
+    """Emit `short_sums += codes * activations` for at most `_SHORT_RUN` inputs from `first` on."""
+    quads = ir.VectorType(BYTE, 4 * LANES)
+    kind = ir.FunctionType(ir.VectorType(HALF_WORD, 2 * LANES), [quads] * 2)
+    multiply = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx2.pmadd.ub.sw")
+    stop = _minimum(builder, builder.add(first, constant(_SHORT_RUN)), end)
+    with cgutils.for_range_slice(builder, first, stop, constant(UNIT_INPUTS), intp=INDEX) as (k, _):
+        for position, columns in enumerate(_unpack(builder, tile, k)):
+            for row, pointer in zip(short_sums, qvalues, strict=True):
+                inputs = builder.bitcast(_four_inputs(builder, pointer, k, 4 * position), quads)
+                for variable, column in zip(row, columns, strict=True):
+                    products = builder.call(multiply, [builder.bitcast(column, quads), inputs])
+                    builder.store(builder.add(builder.load(variable), products), variable)
+
+
+def _widen(builder, sums, short_sums) -> None:
+    """Emit `sums += short_sums`, where each sum of 32 bits gets two adjacent sums of 16 bits."""
+    halves = ir.VectorType(HALF_WORD, 2 * LANES)
+    kind = ir.FunctionType(WORDS, [halves] * 2)
+    multiply = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx2.pmadd.wd")
+    ones = ir.Constant(halves, [1] * (2 * LANES))
+    for row, short_row in zip(sums, short_sums, strict=True):
+        for variable, short in zip(row, short_row, strict=True):
+            pairs = builder.call(multiply, [builder.load(short), ones])
+            builder.store(builder.add(builder.load(variable), pairs), variable)
+
+
+def _four_inputs(builder, pointer, k, position: int):
+    """Emit a vector with the activations `k + position` to `k + position + 3` in each word."""
+    at = builder.gep(pointer, [builder.add(k, constant(position))])
+    return broadcast(builder, builder.load(builder.bitcast(at, WORD.as_pointer()), align=1))
 
 
 def _unpack(builder, tile: _Tile, k) -> tuple[list[Any], list[Any]]:

@@ -1,4 +1,4 @@
-"""Linear layers with 4-bit weights and INT8 activations, on CPUs with AVX-512 VNNI.
+"""Linear layers with 4-bit weights and INT8 activations, on CPUs with AVX-512 VNNI or AVX2.
 
 y = x Wᵀ + b, where W[n, k] = (code[n, k] - zero[n, g]) * scale[n, g] and g is the group of input k.
 Activations are quantized at run time, in blocks of 256 inputs (`quantize_blocks`). With 8 rows or
@@ -12,7 +12,8 @@ of the group, and the products of a block's runs are added in order. The sum of 
 multiplied by the scale of the activations and added to the element. An element of y therefore does
 not depend on the number of rows, columns and threads.
 
-Shapes: x [T, K], W [N, K], y [T, N], G groups of inputs, P panels of 48 outputs.
+Shapes: x [T, K], W [N, K], y [T, N], G groups of inputs, P panels of C outputs
+(`panels.PANEL_ROWS`).
 """
 
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from penstock.kernels.cpu_common.cpu_features import has_vnni
+from penstock.kernels.cpu_common.cpu_features import has_avx2, has_avx512, has_vnni
 from penstock.kernels.cpu_common.numba_runtime import configure_numba, has_numba
 from penstock.kernels.linear import quantize_blocks
 from penstock.kernels.linear.cpu_packed_f32 import MIN_PARALLEL_MACS
@@ -36,8 +37,11 @@ _ROWS_AT_ONCE = 64  # rows that `_words` converts at a time, so that its copies 
 
 
 def has_int4_loops() -> bool:
-    """Return whether this CPU can run the loops. They need AVX-512 VNNI and numba."""
-    return has_vnni() and has_numba()
+    """Return whether this CPU can run the loops.
+
+    They need numba and AVX2, and, on CPUs with AVX-512, also AVX-512 VNNI.
+    """
+    return (has_vnni() if has_avx512() else has_avx2()) and has_numba()
 
 
 def supported_group(num_inputs: int, group_inputs: int) -> int | None:
@@ -148,6 +152,6 @@ def load_cpu_kernels() -> None:
 @cache
 def _kernels() -> Any:
     configure_numba()
-    from penstock.kernels.linear import cpu_int4_vnni
+    from penstock.kernels.linear import cpu_int4_simd
 
-    return cpu_int4_vnni
+    return cpu_int4_simd

@@ -13,10 +13,9 @@ the published formats:
   and NVFP4), and NF4 and FP4 of bitsandbytes.
 
 On a GPU, `triton_quantized` converts a tile of W to the dtype of x in the product's main loop; on a
-CPU with AVX2, `cpu_dequantizing` converts it to float32. Elsewhere, W is converted by tiles of
-at most `TILE_WEIGHTS` weights, then multiplied by torch. Activations are not quantized, unless
-`pack_quantized` is told to: on CPUs with AVX-512 VNNI, `cpu_packed_int4` multiplies 4-bit integers
-by INT8 activations.
+CPU with AVX2, `cpu_dequantizing` converts it to float32. Elsewhere, W is converted by tiles of at
+most `TILE_WEIGHTS` weights, then multiplied by torch. Activations are not quantized, unless
+`pack_quantized` is told to: on CPUs, `cpu_packed_int4` multiplies INT8 activations by 4-bit codes.
 """
 
 from collections.abc import Sequence

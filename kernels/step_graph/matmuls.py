@@ -64,7 +64,7 @@ if HAS_AMX:
 elif HAS_INT8_LOOPS:
     from penstock.kernels.linear.cpu_int8_vnni import compute_columns as _int8_columns
 if HAS_INT4_LOOPS:
-    from penstock.kernels.linear.cpu_int4_vnni import compute_columns as _int4_columns
+    from penstock.kernels.linear.cpu_int4_simd import compute_columns as _int4_columns
 
 Floats = npt.NDArray[np.float32]
 Longs = npt.NDArray[np.int64]

@@ -19,7 +19,7 @@ from penstock.kernels.linear.quantized import (
 )
 from tests.support.threads import threads
 
-pytestmark = pytest.mark.skipif(not has_int4_loops(), reason="needs AVX-512 VNNI")
+pytestmark = pytest.mark.skipif(not has_int4_loops(), reason="needs AVX2 or AVX-512 VNNI")
 
 SHAPES = [
     (1, 32, 32), (47, 96, 32), (48, 384, 128), (100, 264, 8), (49, 776, 64), (60, 520, 256),

@@ -21,7 +21,7 @@ from tests.kernels.step_graph.test_step_graph_moe import check_experts
 from tests.support.threads import threads
 
 pytestmark = pytest.mark.skipif(not has_avx2(), reason="needs AVX2")
-needs_vnni = pytest.mark.skipif(not has_int4_loops(), reason="needs AVX-512 VNNI")
+needs_vnni = pytest.mark.skipif(not has_int4_loops(), reason="needs AVX2 or AVX-512 VNNI")
 ROWS = (1, 2, 8, 9, 65)
 KINDS: tuple[Kind, ...] = get_args(Kind)
 

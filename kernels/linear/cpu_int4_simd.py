@@ -1,7 +1,7 @@
-"""AVX-512 VNNI loops of `cpu_packed_int4`, compiled by numba.
+"""AVX-512 VNNI and AVX2 loops of `cpu_packed_int4`, compiled by numba.
 
-A tile is 1, 2, 4, 6 or 8 rows and one panel of outputs. `cpu_int4_tiles` computes the products of a
-tile for one block of inputs.
+A tile is one panel of outputs and 1, 2, 4, 6 or 8 rows (1, 2 or 4 with AVX2). `cpu_int4_tiles`
+computes the products of a tile for one block of inputs.
 
 Shapes: T rows of x, K inputs, P panels of PANEL outputs.
 """
