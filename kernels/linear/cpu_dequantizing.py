@@ -247,14 +247,16 @@ def _whole_panels(
     """
     num_inputs, num_panels = len(groups) // 2, len(bias) // PANEL
     sums = np.zeros(TILE_ROWS * PANEL, np.float32)
-    values, ones = np.empty(BLOCK_K * PANEL, np.float32), np.ones(PANEL, np.float32)
+    converts_once = _CONVERTS_ONCE and num_rows > TILE_ROWS
+    values = np.empty(BLOCK_K * PANEL if converts_once else 0, np.float32)
+    ones = np.ones(PANEL, np.float32)
     for floor in range(0, num_rows, _BLOCK_ROWS):
         top = min(floor + _BLOCK_ROWS, num_rows)
         for panel in range(first, last):
             column = (panel - first) * PANEL
             for begin in range(0, num_inputs, BLOCK_K):
                 end = min(begin + BLOCK_K, num_inputs)
-                if _CONVERTS_ONCE and top - floor > TILE_ROWS:
+                if converts_once and top - floor > TILE_ROWS:
                     if begin == 0:
                         at = floor * width + column
                         _copy_panel(bias, panel * PANEL, 0, top - floor, y, at, width)
