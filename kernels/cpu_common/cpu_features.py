@@ -1,4 +1,7 @@
-"""Detects the CPU features by which the CPU kernels choose their loops."""
+"""Detects the CPU features by which the CPU kernels choose their loops.
+
+As for torch's own kernels, `ATEN_CPU_CAPABILITY=avx2` or `default` limits the features.
+"""
 
 from functools import cache
 
@@ -7,14 +10,14 @@ import torch
 
 @cache
 def has_avx512() -> bool:
-    """Return whether this CPU supports AVX-512 (16 float32 per vector)."""
-    return torch.cpu._is_avx512_supported()
+    """Return whether this CPU supports AVX-512 F, BW, DQ and VL (16 float32 per vector)."""
+    return torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 @cache
 def has_avx2() -> bool:
-    """Return whether this CPU supports AVX2 (8 float32 per vector) or AVX-512."""
-    return torch.cpu._is_avx2_supported() or has_avx512()
+    """Return whether this CPU supports AVX2 and FMA (8 float32 per vector), or AVX-512."""
+    return torch.backends.cpu.get_cpu_capability() == "AVX2" or has_avx512()
 
 
 @cache

@@ -182,12 +182,12 @@ def source_digest(sources: Path) -> str:
     import llvmlite
     import numba
 
-    from penstock.kernels.cpu_common.cpu_features import has_amx
+    from penstock.kernels.cpu_common.cpu_features import has_amx, has_avx512
 
     settings: Any = numba.config
     made_by = [platform.python_version(), numba.__version__, llvmlite.__version__]
     options = [getattr(settings, name, None) for name in _CODE_OPTIONS]
-    digest = sha256(repr((made_by, options, has_amx())).encode())
+    digest = sha256(repr((made_by, options, has_amx(), has_avx512())).encode())
     for path in sorted(sources.rglob("*.py")):
         content = path.read_bytes()
         digest.update(f"{path.relative_to(sources).as_posix()}\0{len(content)}\0".encode())

@@ -8,14 +8,15 @@ It does not reorder the operations of this module. All arrays are one-dimensiona
 
 from typing import Any
 
-import llvmlite.binding
 from llvmlite import ir
 from numba.core import cgutils, types
 from numba.core.datamodel import models
 from numba.core.datamodel.registry import register_default
 from numba.extending import intrinsic
 
-VECTOR_WIDTH = 16 if llvmlite.binding.get_host_cpu_features().get("avx512f") else 8
+from penstock.kernels.cpu_common.cpu_features import has_avx512
+
+VECTOR_WIDTH = 16 if has_avx512() else 8
 """Number of float32 lanes of this CPU's widest vectors. Vectors of 8 lanes exist on every CPU."""
 
 
