@@ -114,6 +114,13 @@ async def test_completion_with_a_field_of_chats_is_refused(
     await client.completions.create(model="stub", prompt="x", extra_body={name: None})
 
 
+async def test_completion_without_alternatives_for_tokens_is_answered(client: Any) -> None:
+    answer = await client.completions.create(
+        model="stub", prompt="x", extra_body={"top_logprobs": 0}
+    )
+    assert answer.choices[0].logprobs is None
+
+
 async def test_every_refused_field_is_tested() -> None:
     known = {"tools", "tool_choice", "documents", "include_reasoning"}  # chats have these fields
     assert PERMITTED_VALUES.keys() - CHANGES_THE_ANSWER.keys() == known

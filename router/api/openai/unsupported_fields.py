@@ -91,8 +91,12 @@ PERMITTED_VALUES: Mapping[str, Sequence[Any]] = {
 }
 """Refused fields, each with its permitted values, which mean the same as no value."""
 
-CHAT_FIELDS = ("max_completion_tokens", "top_logprobs", "reasoning_effort")
-"""Fields of chats that completions do not have. Completions with a value of them are refused."""
+CHAT_FIELDS: dict[str, tuple[Any, ...]] = {
+    "max_completion_tokens": (None,),
+    "top_logprobs": (None, 0),
+    "reasoning_effort": (None,),
+}
+"""Fields of chats that completions do not have, each with the values that change nothing."""
 
 
 def check_unsupported_fields(fields: Mapping[str, Any]) -> None:
@@ -104,8 +108,8 @@ def check_unsupported_fields(fields: Mapping[str, Any]) -> None:
 
 def check_chat_fields(fields: Mapping[str, Any]) -> None:
     """Raise an error if the unknown fields of a completion contain a field of chats."""
-    for name in CHAT_FIELDS:
-        if fields.get(name) is not None:
+    for name, permitted in CHAT_FIELDS.items():
+        if fields.get(name) not in permitted:
             raise invalid(
                 f"{name} is a field of /v1/chat/completions, but not of /v1/completions: leave it "
                 "out",
