@@ -133,7 +133,8 @@ class RequestMigrator:
         """
         views = self._registry.views()
         found = [v for v in views if v.role == "prefill" and v.is_usable and v.num_answers]
-        if not found or ignores_roles(views, self._registry.tpot_slo_seconds):
+        usable = [v for v in views if v.is_usable]
+        if not found or ignores_roles(usable, self._registry.tpot_slo_seconds):
             return
         costs = DisaggregationPolicy(views, self._registry.transfer_costs)
         for view in found:

@@ -62,7 +62,8 @@ class RolePolicy:
 
     A decode worker also computes the prompt if `DisaggregationPolicy` estimates that this takes
     less time. If one role has no workers, the workers of the other role do all the work. If all
-    workers share the cores of one machine, all of them do all the work (see `ignores_roles`).
+    workers share the cores of one machine, all of them get prompts and answers
+    (see `ignores_roles`).
 
     Args:
         ranking: chooses the worker within a role.
