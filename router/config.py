@@ -45,7 +45,8 @@ class ConnectionBounds:
     idle_seconds: float = 75.0  # longest pause from a response to the next HTTP request
     # Age of an HTTP connection after which it is closed with its next response.
     http_age_seconds: float = 3600.0
-    write_seconds: float = 60.0  # a client that reads nothing for longer is disconnected
+    # A client that reads nothing for longer is disconnected (HTTP), or its call fails (gRPC).
+    write_seconds: float = 60.0
     # Time to read the rest of a request that was answered before all of it had arrived.
     linger_seconds: float = 2.0
     max_grpc_calls: int = 1024  # open calls of one gRPC connection

@@ -32,7 +32,7 @@ from torch.nn import functional
 
 from penstock.kernels.cpu_common.cpu_features import has_amx as has_amx
 from penstock.kernels.cpu_common.cpu_features import has_avx2 as has_avx2
-from penstock.kernels.cpu_common.numba_runtime import configure_numba
+from penstock.kernels.cpu_common.numba_runtime import configure_numba, has_numba
 
 Floats: TypeAlias = npt.NDArray[np.float32]
 
@@ -48,10 +48,10 @@ _AMX_K, _AMX_N = 32, 64  # with AMX, K and N are padded to multiples of these nu
 def supports_packed_f32(weight: Tensor) -> bool:
     """Return whether `weight` can be packed in panels, the fastest format on CPUs with AVX2.
 
-    The weight must be float32, not empty, and on a CPU with AVX2.
+    The weight must be float32, not empty, and on a CPU with AVX2, and numba must be installed.
     """
     is_plain = weight.device.type == "cpu" and weight.dtype == torch.float32
-    return is_plain and weight.numel() > 0 and has_avx2()
+    return is_plain and weight.numel() > 0 and has_avx2() and has_numba()
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,13 +73,13 @@ def divides_blocks(group_inputs: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PackedLinearInt4:
-    """A linear layer with 4-bit weights in panels of 48 outputs, for quantized activations."""
+    """A linear layer with 4-bit weights in panels of C outputs, for quantized activations."""
 
-    # the words [P, K / 8, 48] of `_words` in panels, flattened and viewed as bytes
+    # the words [P, K / 8, C] of `_words` in panels, flattened and viewed as bytes
     codes: npt.NDArray[np.uint8] = field(repr=False)
-    scales: npt.NDArray[np.float32] = field(repr=False)  # [P, G, 48], flattened
-    zeros: npt.NDArray[np.uint8] = field(repr=False)  # [P, G, 48] zero points, flattened
-    bias: npt.NDArray[np.float32] = field(repr=False)  # [P * 48]; 0 from index `num_outputs` on
+    scales: npt.NDArray[np.float32] = field(repr=False)  # [P, G, C], flattened
+    zeros: npt.NDArray[np.uint8] = field(repr=False)  # [P, G, C] zero points, flattened
+    bias: npt.NDArray[np.float32] = field(repr=False)  # [P * C]; 0 from index `num_outputs` on
     num_inputs: int
     num_outputs: int
     group_inputs: int  # result of `supported_group`

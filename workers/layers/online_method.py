@@ -33,9 +33,9 @@ class OnlineMethod(FloatMethod):
     the rows and keeps its own inputs. The codes, scales and zero points are therefore equal for any
     number of ranks.
 
-    INT8 weights use INT8 products, which quantize activations as well. On a CPU with VNNI, 4-bit
-    weights use such products too, and on a GPU with FP8 tensor cores, FP8 weights use FP8 products.
-    All other products are weight-only.
+    INT8 weights use INT8 products, which quantize activations as well. On a CPU with
+    AVX2 or AVX-512 VNNI, 4-bit weights use such products too, and on a GPU with FP8 tensor cores,
+    FP8 weights use FP8 products. All other products are weight-only.
 
     Args:
         form: the form of quantization; see `quantize_weight`.
