@@ -74,7 +74,10 @@ async def test_json_is_the_whole_explanation_and_operators_see_all_requests(
 
 @pytest.mark.parametrize(
     ("name", "key", "words"),
-    [("unknown", USER, "is unknown"), ("", "close-sesame-of-nobody", "no valid API key")],
+    [
+        ("unknown", USER, "no explanation of the request 'unknown'"),
+        ("", "close-sesame-of-nobody", "no valid API key"),
+    ],
 )
 async def test_refusal_is_one_line(
     served: Served,
