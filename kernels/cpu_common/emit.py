@@ -8,7 +8,9 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils, types
 
-from penstock.kernels.cpu_common.simd import VECTOR_WIDTH as LANES
+from penstock.kernels.cpu_common.simd import VECTOR_WIDTH
+
+LANES = VECTOR_WIDTH
 
 BYTE, HALF_WORD, WORD, INDEX = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 WORDS, FLOATS = ir.VectorType(WORD, LANES), ir.VectorType(ir.FloatType(), LANES)

@@ -33,7 +33,6 @@ from penstock.kernels.linear import code_tables
 from penstock.kernels.linear.code_kinds import E2M1, FP8, INT4, INT8
 from penstock.kernels.linear.cpu_code_tiles import (
     BLOCK_K,
-    PANEL,
     TILE_ROWS,
     convert_group,
     convert_scattered,
@@ -41,6 +40,7 @@ from penstock.kernels.linear.cpu_code_tiles import (
     multiply_scattered,
     step_inputs,
 )
+from penstock.kernels.linear.cpu_code_values import PANEL
 from penstock.kernels.linear.cpu_f32_simd import add_scaled_tile
 
 Floats = npt.NDArray[np.float32]
@@ -179,7 +179,7 @@ def _multiply(
 def _convert(
     kind: int, begin: int, end: int, codes: Bytes, panel: int, scales: Floats, zeros: Bytes,
     groups: Ints, num_panels: int, values: Floats,
-) -> tuple[int, int]:  # fmt: skip
+) -> Any:  # fmt: skip
     """Do the work of `convert` in `_tile_loop` for one panel and any kind of codes."""
     codes_at, groups_at = panel * (len(codes) // num_panels), panel * (len(scales) // num_panels)
     if kind == INT4:

@@ -8,8 +8,8 @@ from torch import Tensor
 from penstock.kernels.cpu_common.cpu_features import has_avx512
 
 PANEL_ROWS = 48 if has_avx512() else 24
-"""Number of rows per panel: three vectors of float32. It equals `cpu_code_tiles.PANEL`, a module
-that cannot be imported without numba."""
+"""Number of rows per panel: three vectors of float32. It equals `PANEL` of `cpu_code_values`, which
+cannot be imported without numba."""
 
 
 def count_panels(num_rows: int) -> int:
