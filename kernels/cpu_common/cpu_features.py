@@ -14,6 +14,14 @@ def has_avx512() -> bool:
     return torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
+def vector_width() -> int:
+    """Return the number of float32 lanes of this CPU's widest vectors.
+
+    Without AVX2, it is 8 as well: LLVM then uses several narrower vectors.
+    """
+    return 16 if has_avx512() else 8
+
+
 @cache
 def has_avx2() -> bool:
     """Return whether this CPU supports AVX2 and FMA (8 float32 per vector), or AVX-512."""

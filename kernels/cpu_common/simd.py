@@ -14,10 +14,10 @@ from numba.core.datamodel import models
 from numba.core.datamodel.registry import register_default
 from numba.extending import intrinsic
 
-from penstock.kernels.cpu_common.cpu_features import has_avx512
+from penstock.kernels.cpu_common.cpu_features import vector_width
 
-VECTOR_WIDTH = 16 if has_avx512() else 8
-"""Number of float32 lanes of this CPU's widest vectors. Vectors of 8 lanes exist on every CPU."""
+VECTOR_WIDTH = vector_width()
+"""Number of float32 lanes of this CPU's widest vectors."""
 
 
 def simd_intrinsic(function: Any) -> Any:

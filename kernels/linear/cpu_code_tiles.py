@@ -33,7 +33,8 @@ from penstock.kernels.cpu_common.emit import (
 )
 from penstock.kernels.cpu_common.simd import simd_intrinsic
 from penstock.kernels.linear.code_kinds import INT4, INT8
-from penstock.kernels.linear.cpu_code_values import PANEL, Packing, code_value, packing_of
+from penstock.kernels.linear.cpu_code_values import Packing, code_value, packing_of
+from penstock.kernels.linear.panels import PANEL
 
 TILE_ROWS = LANES // 2
 BLOCK_K = 256

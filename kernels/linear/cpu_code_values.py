@@ -10,9 +10,7 @@ from numba.core import cgutils
 
 from penstock.kernels.cpu_common.emit import FLOATS, HALF_WORD, LANES, WORD, WORDS, filled
 from penstock.kernels.linear.code_kinds import FP8, INT4, INT8
-
-PANEL = 3 * LANES
-"""Number of outputs of a panel."""
+from penstock.kernels.linear.panels import PANEL
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,8 +40,8 @@ from penstock.kernels.linear.cpu_code_tiles import (
     multiply_scattered,
     step_inputs,
 )
-from penstock.kernels.linear.cpu_code_values import PANEL
 from penstock.kernels.linear.cpu_f32_simd import add_scaled_tile
+from penstock.kernels.linear.panels import PANEL
 
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]

@@ -35,7 +35,7 @@ from penstock.kernels.cpu_common.amx_schedule import NUM_SPLITS, allocate_regist
 from penstock.kernels.cpu_common.late_codegen import inner
 from penstock.kernels.cpu_common.numba_runtime import entry, load_entries, run_serial_or_parallel
 from penstock.kernels.cpu_common.simd import load_wide, prefetch, prefetch_write, store, vadd
-from penstock.kernels.linear.cpu_f32_simd import PANEL
+from penstock.kernels.linear.panels import PANEL
 
 Floats = npt.NDArray[np.float32]
 

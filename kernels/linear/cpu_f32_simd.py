@@ -23,12 +23,13 @@ from penstock.kernels.cpu_common.simd import (
     store,
     vadd,
 )
+from penstock.kernels.linear.panels import PANEL
 
 Floats = npt.NDArray[np.float32]
 
-TILE_ROWS, PANEL = VECTOR_WIDTH // 2, 3 * VECTOR_WIDTH
-"""Rows and columns of a tile. The sums of a tile, the weights of one input in a panel, and one
-element of x fill the vector registers."""
+TILE_ROWS = VECTOR_WIDTH // 2
+"""Number of rows of a tile. The sums of a tile, which has one panel of columns, the weights of one
+input in the panel, and one element of x fill the vector registers."""
 
 BLOCK_K = 192
 """Number of inputs per partial sum. The weights of these inputs in a panel stay in the cache while
@@ -60,6 +61,19 @@ def _fma_panel(sums: Any, x: Any, columns: Any) -> Any:
     a, b, c = sums
     p, q, r = columns
     return fma(x, p, a), fma(x, q, b), fma(x, r, c)
+
+
+@inner()
+def _fma_rows(
+    s0: Any, s1: Any, s2: Any, s3: Any, x: Floats, x0: int, x1: int, x2: int, x3: int, columns: Any
+) -> Any:  # fmt: skip
+    """Return the sums of four rows plus `columns` times one element of x per row."""
+    return (
+        _fma_panel(s0, broadcast_load(x, x0), columns),
+        _fma_panel(s1, broadcast_load(x, x1), columns),
+        _fma_panel(s2, broadcast_load(x, x2), columns),
+        _fma_panel(s3, broadcast_load(x, x3), columns),
+    )
 
 
 @inner()
@@ -148,22 +162,8 @@ def _tile_of_8(
                 ahead += _LINE
             due += pace
         columns = _load_panel(panels, at + k * PANEL)
-        s0, s1 = (
-            _fma_panel(s0, broadcast_load(x, x_at + k), columns),
-            _fma_panel(s1, broadcast_load(x, x1 + k), columns),
-        )
-        s2, s3 = (
-            _fma_panel(s2, broadcast_load(x, x2 + k), columns),
-            _fma_panel(s3, broadcast_load(x, x3 + k), columns),
-        )
-        s4, s5 = (
-            _fma_panel(s4, broadcast_load(x, x4 + k), columns),
-            _fma_panel(s5, broadcast_load(x, x5 + k), columns),
-        )
-        s6, s7 = (
-            _fma_panel(s6, broadcast_load(x, x6 + k), columns),
-            _fma_panel(s7, broadcast_load(x, x7 + k), columns),
-        )
+        s0, s1, s2, s3 = _fma_rows(s0, s1, s2, s3, x, x_at + k, x1 + k, x2 + k, x3 + k, columns)
+        s4, s5, s6, s7 = _fma_rows(s4, s5, s6, s7, x, x4 + k, x5 + k, x6 + k, x7 + k, columns)
     _store_sums(y, y_at, s0, before, before_at)
     _store_sums(y, y_at + y_step, s1, before, before_at + before_step)
     _store_sums(y, y_at + 2 * y_step, s2, before, before_at + 2 * before_step)
@@ -190,14 +190,7 @@ def _tile_of_4(
                 ahead += _LINE
             due += pace
         columns = _load_panel(panels, at + k * PANEL)
-        s0, s1 = (
-            _fma_panel(s0, broadcast_load(x, x_at + k), columns),
-            _fma_panel(s1, broadcast_load(x, x1 + k), columns),
-        )
-        s2, s3 = (
-            _fma_panel(s2, broadcast_load(x, x2 + k), columns),
-            _fma_panel(s3, broadcast_load(x, x3 + k), columns),
-        )
+        s0, s1, s2, s3 = _fma_rows(s0, s1, s2, s3, x, x_at + k, x1 + k, x2 + k, x3 + k, columns)
     _store_sums(y, y_at, s0, before, before_at)
     _store_sums(y, y_at + y_step, s1, before, before_at + before_step)
     _store_sums(y, y_at + 2 * y_step, s2, before, before_at + 2 * before_step)
@@ -236,14 +229,7 @@ def add_scaled_tile(
     s0 = s1 = s2 = s3 = _zero_sums()
     for k in range(count):
         columns = _load_panel(values, k * PANEL)
-        s0, s1 = (
-            _fma_panel(s0, broadcast_load(x, x_at + k), columns),
-            _fma_panel(s1, broadcast_load(x, x1 + k), columns),
-        )
-        s2, s3 = (
-            _fma_panel(s2, broadcast_load(x, x2 + k), columns),
-            _fma_panel(s3, broadcast_load(x, x3 + k), columns),
-        )
+        s0, s1, s2, s3 = _fma_rows(s0, s1, s2, s3, x, x_at + k, x1 + k, x2 + k, x3 + k, columns)
     _add_scaled(y, y_at, s0, scales, scales_at)
     if num_rows > 1:
         _add_scaled(y, y_at + y_step, s1, scales, scales_at)

@@ -18,10 +18,10 @@ from penstock.kernels.cpu_common.late_codegen import inner
 from penstock.kernels.cpu_common.numba_runtime import entry, load_entries, run_serial_or_parallel
 from penstock.kernels.cpu_common.simd import VECTOR_WIDTH, load_wide, store
 from penstock.kernels.linear.cpu_code_tiles import TILE_ROWS
-from penstock.kernels.linear.cpu_code_values import PANEL
 from penstock.kernels.linear.cpu_dequantizing import copy_last_columns
 from penstock.kernels.linear.cpu_int4_tiles import multiply_block
 from penstock.kernels.linear.int8_blocks import BLOCK_INPUTS, UNIT_INPUTS
+from penstock.kernels.linear.panels import PANEL
 
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]

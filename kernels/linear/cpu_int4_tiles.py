@@ -36,8 +36,8 @@ from penstock.kernels.cpu_common.emit import (
 )
 from penstock.kernels.cpu_common.simd import simd_intrinsic
 from penstock.kernels.linear.cpu_code_tiles import ROW_COUNTS
-from penstock.kernels.linear.cpu_code_values import PANEL
 from penstock.kernels.linear.int8_blocks import BLOCK_INPUTS, UNIT_INPUTS
+from penstock.kernels.linear.panels import PANEL
 
 _COLUMNS = range(0, PANEL, LANES)
 _UNIT_BYTES = 4 * PANEL

@@ -33,6 +33,7 @@ from torch.nn import functional
 from penstock.kernels.cpu_common.cpu_features import has_amx as has_amx
 from penstock.kernels.cpu_common.cpu_features import has_avx2 as has_avx2
 from penstock.kernels.cpu_common.numba_runtime import configure_numba, has_numba
+from penstock.kernels.linear.panels import PANEL
 
 Floats: TypeAlias = npt.NDArray[np.float32]
 
@@ -48,7 +49,7 @@ _AMX_K, _AMX_N = 32, 64  # with AMX, K and N are padded to multiples of these nu
 def supports_packed_f32(weight: Tensor) -> bool:
     """Return whether `weight` can be packed in panels, the fastest format on CPUs with AVX2.
 
-    The weight must be float32, not empty, and on a CPU with AVX2, and numba must be installed.
+    The weight must be float32, not empty, and on a CPU with AVX2. numba must be installed.
     """
     is_plain = weight.device.type == "cpu" and weight.dtype == torch.float32
     return is_plain and weight.numel() > 0 and has_avx2() and has_numba()
@@ -96,13 +97,12 @@ def pack_f32(weight: Tensor, bias: Tensor | None, batch_invariant: bool = False)
             for a row does not depend on the number of rows.
     """
     num_outputs, num_inputs = weight.shape
-    width = _simd_kernels().PANEL
     depth = num_inputs + (-num_inputs % _AMX_K if has_amx() else 0)
-    num_panels = -(-num_outputs // width)
-    panels = torch.zeros(num_panels, depth, width)
-    for panel, rows in zip(panels, torch.split(weight, width), strict=True):
+    num_panels = -(-num_outputs // PANEL)
+    panels = torch.zeros(num_panels, depth, PANEL)
+    for panel, rows in zip(panels, torch.split(weight, PANEL), strict=True):
         panel[:num_inputs, : len(rows)] = rows.T
-    added = torch.zeros(num_panels * width + _AMX_N)
+    added = torch.zeros(num_panels * PANEL + _AMX_N)
     if bias is not None:
         added[:num_outputs] = bias
     panels_, bias_ = panels.view(-1).numpy(), added.numpy()

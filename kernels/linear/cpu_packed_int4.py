@@ -13,7 +13,7 @@ multiplied by the scale of the activations and added to the element. An element 
 not depend on the number of rows, columns and threads.
 
 Shapes: x [T, K], W [N, K], y [T, N], G groups of inputs, P panels of C outputs
-(`panels.PANEL_ROWS`).
+(`panels.PANEL`).
 """
 
 from dataclasses import dataclass, field

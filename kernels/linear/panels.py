@@ -5,25 +5,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.kernels.cpu_common.cpu_features import has_avx512
+from penstock.kernels.cpu_common.cpu_features import vector_width
 
-PANEL_ROWS = 48 if has_avx512() else 24
-"""Number of rows per panel: three vectors of float32. It equals `PANEL` of `cpu_code_values`, which
-cannot be imported without numba."""
+PANEL = 3 * vector_width()
+"""Number of rows of a panel: three vectors of float32."""
 
 
 def count_panels(num_rows: int) -> int:
     """Return the number of panels of a matrix with `num_rows` rows."""
-    return -(-num_rows // PANEL_ROWS)
+    return -(-num_rows // PANEL)
 
 
 def to_panels(rows: Tensor) -> Any:
-    """Rearrange N rows of C columns to P panels: a flat numpy array [P, C, PANEL_ROWS].
+    """Rearrange N rows of C columns to P panels: a flat numpy array [P, C, PANEL].
 
     Rows past the last one are zero.
     """
-    panels = torch.zeros(count_panels(len(rows)), rows.shape[1], PANEL_ROWS, dtype=rows.dtype)
-    for panel, outputs in zip(panels, torch.split(rows, PANEL_ROWS), strict=True):
+    panels = torch.zeros(count_panels(len(rows)), rows.shape[1], PANEL, dtype=rows.dtype)
+    for panel, outputs in zip(panels, torch.split(rows, PANEL), strict=True):
         panel[:, : len(outputs)] = outputs.T
     return panels.view(-1).numpy()
 
@@ -33,7 +32,7 @@ def padded_bias(bias: Tensor | None, num_rows: int) -> Any:
 
     The padding is zero. If `bias` is None, all elements are zero.
     """
-    padded = torch.zeros(count_panels(num_rows) * PANEL_ROWS)
+    padded = torch.zeros(count_panels(num_rows) * PANEL)
     if bias is not None:
         padded[:num_rows] = bias
     return padded.numpy()

@@ -256,7 +256,7 @@ def _has_one_group_per_tile(groups: Tensor) -> bool:
 class DequantizingLinear:
     """A weight-only linear layer for CPUs with AVX2.
 
-    W is stored in P panels of C outputs (`panels.PANEL_ROWS`). The layer is batch-invariant: the
+    W is stored in P panels of C outputs (`panels.PANEL`). The layer is batch-invariant: the
     order of summation does not depend on the number of rows or threads.
     """
 

@@ -14,13 +14,14 @@ from penstock.kernels.cpu_common.partition import partition as _partition
 from penstock.kernels.cpu_common.partition import u8_array as _bytes
 from penstock.kernels.cpu_common.simd import prefetch
 from penstock.kernels.linear import cpu_dequantizing, cpu_f32_simd
-from penstock.kernels.linear.cpu_f32_simd import PANEL, TILE_ROWS
+from penstock.kernels.linear.cpu_f32_simd import TILE_ROWS
 from penstock.kernels.linear.cpu_packed_f32 import MIN_AMX_ROWS, has_amx
 from penstock.kernels.linear.cpu_packed_int4 import has_int4_loops
 from penstock.kernels.linear.cpu_packed_int8 import has_int8_loops
 from penstock.kernels.linear.cpu_quantize_blocks import quantize_blocks
 from penstock.kernels.linear.cpu_quantize_rows import quantize_rows
 from penstock.kernels.linear.int8_blocks import BLOCK_INPUTS
+from penstock.kernels.linear.panels import PANEL
 from penstock.kernels.step_graph.opcodes import (
     ALIGNMENT,
     BATCH_INVARIANT,

@@ -14,6 +14,7 @@ from penstock.kernels.linear.cpu_packed_f32 import (
     packed_f32_reference,
     supports_packed_f32,
 )
+from penstock.kernels.linear.panels import PANEL as COLUMNS
 from tests.support.threads import threads
 
 # Constants of `linear/cpu_f32_simd`, which needs numba. A panel has 24 or 48 columns.
@@ -62,7 +63,7 @@ def test_constants_match_the_loops() -> None:
     from penstock.kernels.linear import cpu_f32_simd as loops
 
     assert loops.BLOCK_K == BLOCK_K
-    assert (loops.TILE_ROWS, loops.PANEL) in ((TILE_ROWS, PANEL), (TILE_ROWS // 2, PANEL // 2))
+    assert (loops.TILE_ROWS, COLUMNS) in ((TILE_ROWS, PANEL), (TILE_ROWS // 2, PANEL // 2))
 
 
 @pytest.mark.parametrize("num_inputs", [1, BLOCK_K - 1, BLOCK_K, BLOCK_K + 1, 2 * BLOCK_K + 7])
