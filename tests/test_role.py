@@ -54,7 +54,7 @@ async def test_a_worker_gets_another_role_and_the_status_shows_it(
             "decode-9",
             "mixed",
             OPERATOR,
-            "unknown worker 'decode-9': the workers are decode-0 (HTTP 404)",
+            "unknown worker 'decode-9': known workers: decode-0 (HTTP 404)",
         ),
         (
             "decode-0",

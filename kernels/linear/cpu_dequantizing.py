@@ -4,8 +4,9 @@ Shapes: T rows of x, K inputs, P panels of PANEL outputs, G groups of inputs.
 
 A tile is one panel of outputs and 1, 2, 4, 6 or 8 rows of x (1, 2 or 4 with AVX2). `cpu_code_tiles`
 converts codes in registers and multiplies each converted vector by all rows of the tile. The codes
-are therefore read from memory once, and converted once per TILE_ROWS rows, at the same time as the
-multiplications.
+are therefore read from memory once, and converted once per tile, at the same time as the
+multiplications. With AVX2 and more rows than one tile has, a block of codes is first converted to
+float32 in memory, which all tiles then read.
 
 An output element starts as its bias. The inputs are divided into blocks of `BLOCK_K`, and each
 block into runs. In a run of inputs of one group, products are summed in order, and the sum is

@@ -151,7 +151,7 @@ def concatenate(matrices: Sequence[QuantizedMatrix]) -> QuantizedMatrix:
     for each in matrices[1:]:
         if each.kind != first.kind or not torch.equal(each.groups, first.groups):
             raise ValueError(
-                "matrices with different groups of inputs or kinds of codes cannot be fused: "
+                "matrices with different groups of inputs or types of codes cannot be fused: "
                 "quantize them in the same way"
             )
     codes, scales, zeros = (

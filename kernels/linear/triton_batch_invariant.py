@@ -108,7 +108,7 @@ number of SMs."""
 MIN_SLICE = 512  # smallest number of inputs per slice
 MAX_SLICES = 16
 ELEMENTS_PER_PROGRAM = 1024  # number of elements of y per program of `_add_slices_kernel`
-GROUP_ROWS = 8  # value of BAND in `_matmul_kernel`
+BAND_ROW_TILES = 8  # value of BAND in `_matmul_kernel`
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ def batch_invariant_bmm_triton(x: Tensor, weight: Tensor, bias: Tensor | None) -
         TILE_ROWS=tiles.rows,
         TILE_OUTPUTS=tiles.outputs,
         TILE_INPUTS=tiles.inputs,
-        BAND=GROUP_ROWS,
+        BAND=BAND_ROW_TILES,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )

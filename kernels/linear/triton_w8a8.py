@@ -19,7 +19,7 @@ def _quantize_kernel(
     num_groups,
     x_row,
     group_size,  # number of inputs per group; a multiple of TILE if there are several groups
-    MOST: tl.constexpr,  # largest code
+    MOST: tl.constexpr,  # largest magnitude of a code: 127 (INT8) or 448 (FP8)
     MIN_LARGEST: tl.constexpr,  # lower bound for the largest magnitude of a group
     GROUPS: tl.constexpr,  # number of groups per program
     TILE: tl.constexpr,  # number of inputs of a group that are loaded at once
@@ -126,7 +126,7 @@ TILE_INPUTS = FP8_GROUP_INPUTS
 """Number of inputs of a tile, for every device and number of rows. With FP8, it determines the
 order of sums."""
 
-GROUP_ROWS = 8  # value of BAND in `_w8a8_matmul_kernel`
+BAND_ROW_TILES = 8  # value of BAND in `_w8a8_matmul_kernel`
 ROW_TILE = 2048  # number of inputs that `_quantize_kernel` loads at once, if a row has one scale
 GROUPS_PER_PROGRAM = 16  # number of groups that a program of `_quantize_kernel` quantizes
 
@@ -219,7 +219,7 @@ def w8a8_matmul_triton(
         TILE_ROWS=tiles.rows,
         TILE_OUTPUTS=tiles.outputs,
         TILE_INPUTS=TILE_INPUTS,
-        BAND=GROUP_ROWS,
+        BAND=BAND_ROW_TILES,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )

@@ -81,8 +81,8 @@ class EngineProcess:
         lengths = {len(tokens) for tokens in answer.tokens}
         if prompts and (len(answer.tokens) != len(prompts) or lengths != {output_len}):
             raise EngineFailed(
-                f"{self.engine.title} returned {len(answer.tokens)} answers of {sorted(lengths)} "
-                f"tokens; expected {len(prompts)} of {output_len}"
+                f"{self.engine.title} returned {len(answer.tokens)} answers with lengths "
+                f"{sorted(lengths)}: expected {len(prompts)} answers of {output_len} tokens each"
             )
         return answer
 

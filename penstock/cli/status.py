@@ -95,7 +95,7 @@ def fetch(url: str, key: str | None = None) -> Json:
         raise NoStatus(
             f"cannot reach a router at {connection.host} port {connection.port} "
             f"({error.strerror or error}): start a server with `penstock serve`, or give the "
-            "address of its operators' port"
+            "address of the router's operators' port"
         ) from None
     except http.client.HTTPException:
         raise NoStatus(

@@ -185,7 +185,7 @@ def _worker_stats_json(stats: WorkerStats) -> Json:
 
 
 def _content(body: bytes) -> object:
-    """Return the content of a JSON body, or None if the body is too large or not valid."""
+    """Return the content of a JSON body, or None if the body is too large or is not JSON."""
     try:
         return json.loads(body) if len(body) <= MAX_ADMIN_BYTES else None
     except (ValueError, RecursionError):

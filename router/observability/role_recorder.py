@@ -58,7 +58,7 @@ class RoleRecorder:
         if worker not in workers:
             names = ", ".join(sorted(workers)) or "none"
             raise ServingError(
-                Code.NOT_FOUND, f"unknown worker {worker[:80]!r}: the workers are {names}", "worker"
+                Code.NOT_FOUND, f"unknown worker {worker[:80]!r}: known workers: {names}", "worker"
             )
         await self.record(worker, role, by)
 

@@ -61,8 +61,8 @@ def check_resume_state(
             )
         if len(known.tokens) > max_tokens:
             raise invalid(
-                f"resume_from has {len(known.tokens)} tokens of choice {choice}, but max_tokens is "
-                f"{number_text(max_tokens)}",
+                f"resume_from has {len(known.tokens)} tokens of choice {choice}, but the answer "
+                f"may have at most {number_text(max_tokens)}",
                 "resume_from",
             )
         check_vocabulary(known.tokens, model, "resume_from")

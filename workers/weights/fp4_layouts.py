@@ -95,7 +95,7 @@ def e8m0_scales(name: str, scales: Tensor) -> Tensor:
         BadCheckpoint: A scale is 255, which stands for NaN.
     """
     if scales.numel() and int(scales.max()) == E8M0_NAN:
-        raise BadCheckpoint(f"tensor {name} contains {E8M0_NAN} (NaN); scales are 0 to 254")
+        raise BadCheckpoint(f"tensor {name} has the scale byte {E8M0_NAN} (NaN): expected 0 to 254")
     bits = scales.to(torch.int32) << 23
     # Byte 0 means 2^-127, a subnormal float32 number with the bits 1 << 22.
     return bits.masked_fill_(bits == 0, 1 << 22).view(torch.float32)

@@ -71,7 +71,7 @@ class QuantizedMethod:
         if self._uses_int8_product(matrix, dtype):
             linear.packed = pack_int8_matrix(matrix, linear.bias)
         else:
-            # All modules have the same scheme; see `quantized_modules`.
+            # `quantized_modules` refuses fused modules with different schemes.
             activations = self.modules[0].scheme.activations
             linear.packed = pack_w8a8(matrix, linear.bias, activations) or pack_quantized(
                 matrix, linear.bias, dtype, int8_activations=activations == "int8"

@@ -132,8 +132,8 @@ async def _measure(given: Calibrating, batches: Sequence[int], prompts: Sequence
         fitting = [each for each in prompts if each + given.answer < server.max_model_len]
         if not fitting:
             raise ServerUnusable(
-                f"no prompt fits in a context of {server.max_model_len} tokens: lower --prompts or "
-                "--answer"
+                f"no prompt length of --prompts fits with its answer in the context of "
+                f"{server.max_model_len} tokens: lower --prompts or --answer"
             )
         await server.play(together(1, fitting[0], 4))  # warm-up
         cells, singles = list[Steps](), list[Outcome]()

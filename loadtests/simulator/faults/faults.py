@@ -100,7 +100,7 @@ def _numbers(text: str | None, name: str, there: Sequence[int]) -> list[int] | N
     try:
         numbers = [] if text == "none" else [int(piece) for piece in text.split(",")]
     except ValueError:
-        raise WrongOptions(f"--{name} {text!r}: expected numbers like 0,3,7, or none") from None
+        raise WrongOptions(f"--{name} {text!r}: expected 'none', or numbers as in 0,3,7") from None
     strange = [number for number in numbers if number not in there]
     if strange:
         raise WrongOptions(

@@ -76,8 +76,8 @@ class CountTokensBody(ChatBody):
             self.thinking.check_fields(getattr(self, "max_tokens", None))
             if self.thinking.type == "enabled" and self._forces_calls:
                 raise invalid(
-                    "a tool_choice of type any or tool cannot be combined with thinking of type "
-                    "enabled: leave out one of them",
+                    "tool_choice.type 'any' or 'tool' cannot be combined with thinking.type "
+                    "'enabled': leave out one of them",
                     "tool_choice",
                 )
         if continues_last(self.messages) and self._forces_calls:

@@ -29,10 +29,10 @@ class Thinking(ClosedModel):
         budget, field = self.budget_tokens, "thinking"
         if (self.type == "enabled") != (budget is not None):
             rule = "requires" if budget is None else "does not allow"
-            raise invalid(f"thinking of type {self.type} {rule} thinking.budget_tokens", field)
+            raise invalid(f"thinking.type {self.type!r} {rule} thinking.budget_tokens", field)
         if self.type == "disabled" and self.display is not None:
             raise invalid(
-                "thinking of type disabled does not allow thinking.display: leave out display",
+                "thinking.type 'disabled' does not allow thinking.display: leave out display",
                 field,
             )
         if budget is not None and budget < MIN_BUDGET:
@@ -59,13 +59,13 @@ class Thinking(ClosedModel):
             return
         if self.type == "enabled" and not reasons:
             raise invalid(
-                "thinking of type enabled is not supported, because this model does not reason: "
+                "thinking.type 'enabled' is not supported, because this model does not reason: "
                 "leave out thinking",
                 "thinking",
             )
         if self.type == "disabled" and reasons:
             raise invalid(
-                "thinking of type disabled is not supported, because this model's chat template "
+                "thinking.type 'disabled' is not supported, because this model's chat template "
                 "cannot disable reasoning: leave out thinking",
                 "thinking",
             )

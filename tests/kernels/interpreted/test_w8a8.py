@@ -113,8 +113,9 @@ def test_product_is_within_the_rounding_of_its_sums(
     sums = dequantize(x, x_scales).abs() @ dequantize(weight, scales.T).abs().T
     if bias is not None:
         sums += bias.double().abs()
-    # INT8: the int32 sum becomes a float32, which is multiplied twice and to which the bias is
-    # added. FP8: in addition, sums of 128 products and sums of tiles in float32.
+    # The bound counts roundings to float32. Both forms round the sum, its products with two scales,
+    # and the sum with the bias. FP8 also rounds each of 128 additions within a tile, and the
+    # addition of each tile.
     steps = 4 if form == "int8" else 4 + FP8_GROUP_INPUTS + -(-inputs // FP8_GROUP_INPUTS)
     bound = steps * 2.0**-24 * sums + torch.finfo(dtype).eps / 2 * expected.abs()
     if ON_GPU and form == "fp8":

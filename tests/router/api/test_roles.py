@@ -136,7 +136,7 @@ async def test_only_operators_may_assign_roles(
     ("body", "code", "words"),
     [
         ({"worker": "w0", "role": "boss"}, 400, "unknown role 'boss'"),
-        ({"worker": "w9", "role": "decode"}, 404, "unknown worker 'w9': the workers are w0"),
+        ({"worker": "w9", "role": "decode"}, 404, "unknown worker 'w9': known workers: w0"),
         ({"worker": "w0"}, 400, "send"),
         ({"worker": "w" * 5000, "role": "decode"}, 400, "send"),
         ({"worker": "w0", "role": 1}, 400, "send"),

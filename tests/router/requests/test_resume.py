@@ -142,8 +142,11 @@ def test_choices_resume_independently() -> None:
     ("request_", "words"),
     [
         (request_of([500]), "outside the vocabulary"),
-        (request_of([7] * 4, max_tokens=3), "4 tokens of choice 0, but max_tokens is 3"),
-        (request_of([7] * 100), "but max_tokens is 99"),
+        (
+            request_of([7] * 4, max_tokens=3),
+            "4 tokens of choice 0, but the answer may have at most 3",
+        ),
+        (request_of([7] * 100), "but the answer may have at most 99"),
         (request_of([7], "error"), "must be stop, length or empty"),
         (request_of([7], temperature=0.5), "set the seed"),
         (request_of([7], n=2, best_of=3), "best_of above n returns complete answers"),

@@ -58,7 +58,7 @@ def bytes_of(text: bytes) -> torch.Tensor:
         (
             "mxfp4",
             replaced(f"{DOWN}.weight_scale", torch.full((192, 10), 255, dtype=torch.uint8)),
-            rf"tensor {DOWN}.weight_scale contains 255 \(NaN\); scales are 0 to 254",
+            rf"tensor {DOWN}.weight_scale has the scale byte 255 \(NaN\): expected 0 to 254",
         ),
         (
             "nvfp4",

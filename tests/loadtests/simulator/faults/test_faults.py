@@ -320,7 +320,7 @@ def test_a_failing_seed_is_shrunk_to_a_small_command(
         (["--seed", "x"], "argument --seed: invalid int value: 'x'"),
         (["--seed", "-1"], "--seed must be from 0 to 2^63 - 1"),
         (["--faults", "1"], "--requests, --faults and --log need --seed"),
-        (["--seed", "1", "--faults", "x"], "--faults 'x': expected numbers like 0,3,7, or none"),
+        (["--seed", "1", "--faults", "x"], "--faults 'x': expected 'none', or numbers as in 0,3,7"),
         (["--seed", "1", "--requests", "99"], "--requests: expected numbers from 0 to "),
         (["--schedules", "0"], "--schedules must be 1 or more"),
         (["--processes", "0"], "--processes must be 1 or more"),
