@@ -150,7 +150,7 @@ async def test_tokens_sent_by_a_client_do_not_count_as_generated(
         ),
         (
             {"resume_from": [resume_from([5, 6])], "sampling": pb.Sampling(seed=1, max_tokens=1)},
-            "max_tokens",
+            "2 tokens of choice 0, but the answer may have at most 1",
         ),
         ({"resume_from": [resume_from([5])]}, "set the seed"),
         (

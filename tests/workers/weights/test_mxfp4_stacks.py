@@ -136,7 +136,7 @@ def test_every_rank_has_the_weights_of_one_rank(
 @pytest.mark.parametrize(
     ("suffix", "shape", "value", "message"),
     [
-        ("scales", (4, 192, 10), 255, r"down_proj_scales contains 255 \(NaN\)"),
+        ("scales", (4, 192, 10), 255, r"down_proj_scales has the scale byte 255 \(NaN\)"),
         ("scales", (4, 192, 9), 127, r"down_proj_scales has shape \[4, 192, 9\].*\[4, 192, 10\]"),
         ("blocks", (4, 192, 10, 8), 0, r"down_proj_blocks has shape \[4, 192, 10, 8\].*10, 16\]"),
         ("blocks", (3, 192, 10, 16), 0, r"down_proj_blocks has shape \[3, 192, 10, 16\]"),
