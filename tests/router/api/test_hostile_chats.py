@@ -39,7 +39,8 @@ TEMPLATE = (
 )
 HELLO = [{"role": "user", "content": "hello"}]
 SPIN = {"messages": HELLO, "chat_template_kwargs": {"spin": True}}
-SECONDS = HelperLimits().cpu_seconds
+SECONDS = 3.0
+"""CPU time of a job: a slow machine needs more than the default until 256 MiB are full."""
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -50,7 +51,8 @@ async def hostile(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ser
     worker = StubWorker()
     worker.answer = counting
     worker.welcome.max_model_len = CONTEXT
-    async with serving(RouterConfig(folder, "stub"), worker) as served:
+    limits = HelperLimits(cpu_seconds=SECONDS)
+    async with serving(RouterConfig(folder, "stub", helpers=limits), worker) as served:
         yield served
 
 
