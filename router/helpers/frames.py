@@ -14,6 +14,9 @@ _NUMBER = struct.Struct("<I")
 MAX_FRAME_BYTES = 256 << 20
 MAX_ITEMS = 1 << 20
 
+PIECE_BYTES = 64 << 10
+"""Maximum size of the pieces of a frame (see `pieces`)."""
+
 
 class BadFrameError(ValueError):
     """Raised if a frame is too large, which may mean that the received bytes are not a frame."""
@@ -21,8 +24,27 @@ class BadFrameError(ValueError):
 
 def pack(items: Sequence[bytes]) -> bytes:
     """Return the frame of `items`."""
-    head = struct.pack(f"<{1 + len(items)}I", len(items), *map(len, items))
-    return b"".join((head, *items))
+    return b"".join((_head(items), *items))
+
+
+def frame_size(items: Sequence[bytes]) -> int:
+    """Return the number of bytes in the frame of `items`."""
+    return _NUMBER.size * (1 + len(items)) + sum(map(len, items))
+
+
+def pieces(items: Sequence[bytes]) -> Iterator[bytes | memoryview]:
+    """Yield the frame of `items` in pieces that can be sent one by one, without copying items."""
+    if frame_size(items) <= PIECE_BYTES:
+        yield pack(items)
+        return
+    for part in (_head(items), *items):
+        view = memoryview(part)
+        for start in range(0, len(view), PIECE_BYTES):
+            yield view[start : start + PIECE_BYTES]
+
+
+def _head(items: Sequence[bytes]) -> bytes:
+    return struct.pack(f"<{1 + len(items)}I", len(items), *map(len, items))
 
 
 class FrameReader:

@@ -4,13 +4,13 @@ import asyncio
 import os
 import signal
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import cast
 
 from penstock.router.helpers.fork_server import STATUS_BYTES, StartedHelper
-from penstock.router.helpers.frames import BadFrameError, FrameReader, pack
+from penstock.router.helpers.frames import BadFrameError, FrameReader, frame_size, pieces
 from penstock.router.helpers.replies import Reply, decode_reply
 from penstock.router.helpers.serving import OUT_OF_MEMORY
 
@@ -29,18 +29,23 @@ class Job:
     """A job for a helper process.
 
     Attributes:
-        frame: the job as a packed frame.
+        items: name of the handler that does the job, then the handler's arguments.
         name: how error messages name the job's input, for example "the body".
         param: request field that the error names if the job is refused, or None.
         done: future that gets the reply to the job.
         was_tried: whether a process has ended during this job without exceeding a limit.
     """
 
-    frame: bytes
+    items: Sequence[bytes]
     name: str
     param: str | None
     done: asyncio.Future[Reply]
     was_tried: bool = False
+
+    @property
+    def size(self) -> int:
+        """Number of bytes that are sent to the process."""
+        return frame_size(self.items)
 
 
 class HelperProcess(asyncio.Protocol):
@@ -65,6 +70,11 @@ class HelperProcess(asyncio.Protocol):
         self._on_end = on_end
         self._reader = FrameReader()
         self._transport: asyncio.Transport | None = None
+        # For each job, the pieces that have not been passed to the transport. The transport copies
+        # bytes that the socket does not accept at once, so it gets one piece at a time: copying a
+        # large job would hold the event loop for milliseconds.
+        self._unsent: deque[Iterator[bytes | memoryview]] = deque()
+        self._is_writable = True
         self._is_closed = False
         self._loop = asyncio.get_running_loop()
 
@@ -75,8 +85,8 @@ class HelperProcess(asyncio.Protocol):
     def send(self, job: Job) -> None:
         """Send a job to the process, which does its jobs in the order in which they are sent."""
         self.jobs.append(job)
-        if self._transport is not None:
-            self._transport.write(job.frame)
+        self._unsent.append(pieces(job.items))
+        self._write()
 
     def close(self) -> None:
         """Close the connection without calling `on_end`; the process ends after its current job."""
@@ -86,6 +96,15 @@ class HelperProcess(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        self._transport.set_write_buffer_limits(high=0)
+        self._write()
+
+    def pause_writing(self) -> None:
+        self._is_writable = False
+
+    def resume_writing(self) -> None:
+        self._is_writable = True
+        self._write()
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -99,11 +118,24 @@ class HelperProcess(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
+        self._unsent.clear()
         if self._is_closed:
             os.close(self._started.status)
             return
         # The fork server writes the exit status shortly after the connection ends.
         self._loop.add_reader(self._started.status, self._read_status)
+
+    def _write(self) -> None:
+        """Pass pieces of jobs to the transport until it accepts no more."""
+        transport = self._transport
+        if transport is None:
+            return
+        while self._unsent and self._is_writable and not transport.is_closing():
+            piece = next(self._unsent[0], None)
+            if piece is None:
+                self._unsent.popleft()
+            else:
+                transport.write(piece)
 
     def _read_status(self) -> None:
         descriptor = self._started.status
@@ -129,9 +161,4 @@ def cause_of(status: int) -> Cause:
 def settings_job(data: bytes) -> Job:
     """Return the first job of a process, which contains the encoded settings `data`."""
     done: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-    return Job(pack([data]), "the model's chat template", None, done)
-
-
-def frame_of(kind: str, items: Sequence[bytes]) -> bytes:
-    """Return the frame of a job: the name of its handler, then the handler's arguments."""
-    return pack([kind.encode(), *items])
+    return Job([data], "the model's chat template", None, done)

@@ -13,7 +13,6 @@ from penstock.router.helpers.helper_process import (
     Cause,
     HelperProcess,
     Job,
-    frame_of,
     settings_job,
 )
 from penstock.router.helpers.replies import Reply
@@ -97,9 +96,9 @@ class HelperPool:
         """
         if self._is_closed:
             raise shutting_down()
-        frame = frame_of(kind, items)
-        job = Job(frame, name, param, asyncio.get_running_loop().create_future())
-        self._line.add(tenant, job, len(frame))
+        done = asyncio.get_running_loop().create_future()
+        job = Job([kind.encode(), *items], name, param, done)
+        self._line.add(tenant, job, job.size)
         self._send_jobs()
         try:
             reply = await job.done

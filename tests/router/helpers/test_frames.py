@@ -10,9 +10,12 @@ from penstock.router.errors import Code, ServingError
 from penstock.router.helpers.frames import (
     MAX_FRAME_BYTES,
     MAX_ITEMS,
+    PIECE_BYTES,
     BadFrameError,
     FrameReader,
+    frame_size,
     pack,
+    pieces,
 )
 from penstock.router.helpers.replies import Reply, decode_reply, encode_reply
 
@@ -28,6 +31,15 @@ def test_frames_are_the_same_after_any_division(frames: list[list[bytes]], cuts:
         data = data[cut:]
     found += list(reader.feed(data))
     assert found == frames
+
+
+@given(lengths=st.lists(st.integers(0, 3 * PIECE_BYTES), max_size=4))
+def test_pieces_are_the_frame(lengths: list[int]) -> None:
+    items = [bytes([number]) * length for number, length in enumerate(lengths)]
+    found = list(pieces(items))
+    assert b"".join(found) == pack(items)
+    assert len(pack(items)) == frame_size(items)
+    assert all(0 < len(piece) <= PIECE_BYTES for piece in found)
 
 
 @pytest.mark.parametrize(
