@@ -1,7 +1,8 @@
 """A queue that assigns the jobs of several tenants to slots (threads or processes) fairly."""
 
+import time
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
@@ -11,6 +12,12 @@ J = TypeVar("J")
 
 LEAST_SIZE = 1024
 """Smaller jobs count as this size, so that the bounds also limit the number of jobs."""
+
+MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 60.0
+"""Bounds of the time after which the client of a refused job should retry."""
+
+DECAY = 0.9
+"""Factor by which each job lowers the weight of earlier jobs in the measured speed."""
 
 MAX_REMEMBERED = 1024
 """The service of at most this many tenants is remembered while they have no waiting jobs."""
@@ -34,6 +41,7 @@ class _Tenant(Generic[J]):
 @dataclass(slots=True)
 class _Slot:
     tenant: str = ""
+    began_at: float = 0.0  # when the first job of `sizes` began, in seconds
     sizes: deque[int] = field(default_factory=deque)  # sizes of the jobs that have not ended
 
 
@@ -48,11 +56,21 @@ class FairLine(Generic[J]):
         max_size: largest total size of the waiting jobs. One tenant may use a quarter of it.
         num_slots: number of slots.
         slot_size: largest total size of the jobs in a slot; an idle slot accepts any job.
+        clock: returns the time in seconds.
     """
 
-    def __init__(self, max_size: int, num_slots: int, slot_size: int = 0) -> None:
+    def __init__(
+        self,
+        max_size: int,
+        num_slots: int,
+        slot_size: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._max_size = max_size
         self._slot_size = slot_size
+        self._now = clock
+        # Total size and seconds of the jobs that have ended, weighted: later jobs count more.
+        self._done_size = self._done_seconds = 0.0
         self._size = 0
         self._clock = 0  # largest service that a tenant had received when it was chosen
         self._slots = [_Slot() for _ in range(num_slots)]
@@ -74,14 +92,10 @@ class FairLine(Generic[J]):
         tenant = self._tenants.get(name)
         own = 0 if tenant is None else tenant.size
         # An empty queue accepts a job of any size, since otherwise a large job would never run.
-        if self._size and (
-            self._size + size > self._max_size or (own and own + size > self._max_size // 4)
-        ):
-            raise ServingError(
-                Code.OVERLOADED,
-                "too many texts wait to be tokenized or parsed: call again later",
-                retry_after=1.0,
-            )
+        if own and own + size > self._max_size // 4:
+            raise self._refusal(own, 1)
+        if self._size and self._size + size > self._max_size:
+            raise self._refusal(self._size, min(len(self._slots), len(self._tenants)))
         if tenant is None:
             tenant = _Tenant(max(self._clock, self._served.pop(name, 0)))
             self._tenants[name] = tenant
@@ -110,8 +124,11 @@ class FairLine(Generic[J]):
 
     def end(self, number: int, extra: int = 0) -> None:
         """Record the end of a slot's first job; add `extra` to the service of the slot's tenant."""
-        slot = self._slots[number]
-        slot.sizes.popleft()
+        slot, now = self._slots[number], self._now()
+        size = slot.sizes.popleft()
+        self._done_size = DECAY * self._done_size + size
+        self._done_seconds = DECAY * self._done_seconds + now - slot.began_at
+        slot.began_at = now  # of the slot's next job, if it has one
         if slot.tenant in self._tenants:
             self._tenants[slot.tenant].served += extra
         elif slot.tenant in self._served:
@@ -132,6 +149,17 @@ class FairLine(Generic[J]):
         self._size = 0
         return jobs
 
+    def _refusal(self, size: int, num_slots: int) -> ServingError:
+        """Return the error of a job that finds waiting jobs of `size`, which use `num_slots`."""
+        seconds = 0.0
+        if self._done_size:
+            seconds = size / num_slots * self._done_seconds / self._done_size
+        return ServingError(
+            Code.OVERLOADED,
+            "too many texts wait to be tokenized or parsed: call again later",
+            retry_after=min(max(seconds, MIN_RETRY_SECONDS), MAX_RETRY_SECONDS),
+        )
+
     def _service(self, name: str) -> int:
         return self._tenants[name].served
 
@@ -143,6 +171,8 @@ class FairLine(Generic[J]):
         self._remove(name, tenant.jobs[0])
         slot = self._slots[number]
         slot.tenant = name
+        if not slot.sizes:
+            slot.began_at = self._now()
         slot.sizes.append(size)
         return Begun(number, job)
 

@@ -7,7 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.router.errors import ServingError
-from penstock.router.requests.fair_line import LEAST_SIZE, FairLine
+from penstock.router.requests.fair_line import (
+    LEAST_SIZE,
+    MAX_RETRY_SECONDS,
+    MIN_RETRY_SECONDS,
+    FairLine,
+)
 
 SIZE = 2 * LEAST_SIZE
 TENANTS = "abc"
@@ -126,3 +131,39 @@ def test_cleared_line_is_empty_and_takes_jobs_again() -> None:
     line.add("a", "y", 100 * SIZE)
     with pytest.raises(ServingError, match="wait to be tokenized"):
         line.add("b", "z", SIZE)
+
+
+def test_refusals_tell_the_time_that_waiting_jobs_need() -> None:
+    now = 0.0
+    line: FairLine[str] = FairLine(8 * SIZE, 2, clock=lambda: now)
+
+    def refusal(tenant: str) -> float:
+        with pytest.raises(ServingError) as refused:
+            line.add(tenant, "one more", 9 * SIZE)
+        assert refused.value.retry_after is not None
+        return refused.value.retry_after
+
+    line.add("a", "a", SIZE)
+    assert refusal("b") == MIN_RETRY_SECONDS  # no job has ended, so the speed is unknown
+    begun = line.take([0])
+    assert begun is not None
+    now = 3.0
+    line.end(begun.slot)
+    line.add("a", "a0", SIZE)
+    line.add("a", "a1", SIZE)
+    assert refusal("a") == pytest.approx(2 * 3.0)  # in one slot
+    line.add("b", "b0", SIZE)
+    line.add("b", "b1", SIZE)
+    assert refusal("c") == pytest.approx(4 * 3.0 / 2)  # in two slots
+    for _ in range(20):  # a fast machine, or short texts
+        begun = line.take([0])
+        assert begun is not None
+        line.add(begun.job[0], begun.job, SIZE)
+        now += 0.001
+        line.end(begun.slot)
+    assert 1 <= refusal("c") < 3.0
+    begun = line.take([0])
+    assert begun is not None
+    now += 1e4
+    line.end(begun.slot)
+    assert refusal("c") == MAX_RETRY_SECONDS
