@@ -53,7 +53,6 @@ class Calibrating:
     answer: int = option(32, "answer tokens of a request")
     repeats: int = option(5, "single requests of each prompt length, for the time of a request")
     max_batched_tokens: int = option(512, "most tokens of a step, as given to penstock serve")
-    seed: int = option(0, "the same seed gives the same prompts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +108,6 @@ class ServerOptions(Protocol):
     def admin(self) -> str: ...
     @property
     def api_key_file(self) -> Path | None: ...
-    @property
-    def seed(self) -> int: ...
 
 
 def server_of(given: ServerOptions) -> MeasuredServer:
@@ -121,7 +118,7 @@ def server_of(given: ServerOptions) -> MeasuredServer:
     address = rest.rstrip("/") if scheme == "grpc" else given.address
     api: Api = "grpc" if scheme == "grpc" else "completions"
     target = Target(address, api, "", client_key(given.api_key_file) or "")
-    return MeasuredServer(target, given.admin or admin_address(given.address), given.seed)
+    return MeasuredServer(target, given.admin or admin_address(given.address))
 
 
 async def _measure(given: Calibrating, batches: Sequence[int], prompts: Sequence[int]) -> Measured:

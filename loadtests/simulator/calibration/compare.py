@@ -48,7 +48,7 @@ class Served:
     api_key_file: Path | None = option(None, ABOUT)  # noqa: RUF009
     max_batched_tokens: int = option(512, "most tokens of a step, as given to penstock serve")
     block_size: int = option(16, "tokens of a KV block, as given to penstock serve")
-    seed: int = option(0, "the same seed gives the same load")
+    seed: int = option(0, "the same seed gives the same lengths and arrival times")
 
 
 @dataclass(frozen=True, slots=True)

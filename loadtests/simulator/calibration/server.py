@@ -1,5 +1,6 @@
 """A running server, with its status, its step records and the loads that are sent to it."""
 
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -67,13 +68,14 @@ class MeasuredServer:
     Args:
         target: address and key for clients.
         admin: address of the operators' port.
-        seed: the same seed gives the same prompts.
     """
 
-    def __init__(self, target: Target, admin: str, seed: int) -> None:
+    def __init__(self, target: Target, admin: str) -> None:
         self._client = HttpClient(target) if target.address.startswith("http") else _grpc(target)
         headers = {"authorization": f"Bearer {target.api_key}"} if target.api_key else None
-        self._admin, self._headers, self._seed = admin.rstrip("/"), headers, seed
+        self._admin, self._headers = admin.rstrip("/"), headers
+        # Random, so that the server has no prompt of an earlier command in its prefix cache.
+        self._seed = secrets.randbits(32)
         self._num_loads = 0
         self._vocabulary = range(0)
         self.max_model_len = 0
@@ -94,8 +96,8 @@ class MeasuredServer:
 
         Raises ServerUnusable if a request fails, because the figures would be incomplete.
         """
-        self._num_loads += 1  # gives each load new prompts, which the prefix cache does not contain
-        prompts = Prompts(self._vocabulary, self._seed * 10_000 + self._num_loads)
+        self._num_loads += 1
+        prompts = Prompts(self._vocabulary, self._seed + self._num_loads)
         load = Load(self._client, prompts, plan)
         await load.run()
         failed = [outcome.error for outcome in load.outcomes if outcome.error]

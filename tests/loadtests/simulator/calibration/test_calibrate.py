@@ -72,12 +72,18 @@ async def test_served_steps_give_the_time_model_that_made_them(config: RouterCon
     worker = StubWorker("w0")
     worker.steps = records()
     async with serving(config, worker) as served:
-        server = MeasuredServer(Target(served.url, "completions"), served.admin_url, 0)
+        server = MeasuredServer(Target(served.url, "completions"), served.admin_url)
         await server.connect()
         found = await server.records()
         arrangement = await server.arrangement()
         outcomes = await server.play(together(3, 5, 2))
         await server.close()
+        again = MeasuredServer(Target(served.url, "completions"), served.admin_url)
+        await again.connect()
+        await again.play(together(3, 5, 2))
+        await again.close()
+    prompts = [tuple(submit.prompt) for submit in worker.submits]
+    assert len(set(prompts)) == 6  # the second command does not find its prompts in a prefix cache
     assert [one.output_len for one in outcomes] == [2, 2, 2]
     assert arrangement.pools == {"mixed": 1}
     assert last_numbers(found) == {"w0": len(grid())}
@@ -90,7 +96,7 @@ async def test_served_steps_give_the_time_model_that_made_them(config: RouterCon
 
 async def test_an_unreachable_port_is_reported_with_the_option(config: RouterConfig) -> None:
     async with serving(config, StubWorker("w0")) as served:
-        server = MeasuredServer(Target(served.url, "completions"), served.url, 0)
+        server = MeasuredServer(Target(served.url, "completions"), served.url)
         with pytest.raises(ServerUnusable, match="/steps"):
             await server.records()
         await server.close()
