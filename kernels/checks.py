@@ -38,21 +38,21 @@ def check(
     )
     if wrong:
         expected = ", ".join(map(str, shape))
-        raise ValueError(f"{name}: shape [{expected}] expected, not {list(sizes)}")
+        raise ValueError(f"{name} has shape {list(sizes)}: expected [{expected}]")
     if tensor.dtype not in dtypes:
         names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         found = str(tensor.dtype).removeprefix("torch.")
-        raise ValueError(f"{name}: {names} expected, not {found}")
+        raise ValueError(f"{name} has dtype {found}: expected {names}")
     if sizes and sizes[-1] > 1 and tensor.stride(-1) != 1:
         raise ValueError(
-            f"{name}: a stride of 1 of the last dimension expected, not {tensor.stride(-1)}"
+            f"{name} has stride {tensor.stride(-1)} in the last dimension: expected stride 1"
         )
     if like is not None and tensor.device != like.device:
-        raise ValueError(f"{name}: a tensor on {like.device} expected, not on {tensor.device}")
+        raise ValueError(f"{name} is on {tensor.device}: expected {like.device}")
 
 
 def check_contiguous(name: str, tensor: Tensor) -> None:
     """Raise ValueError unless the tensor is contiguous."""
     if not tensor.is_contiguous():
         strides = list(tensor.stride())
-        raise ValueError(f"{name}: a contiguous tensor expected, not one with strides {strides}")
+        raise ValueError(f"{name} has strides {strides}: expected a contiguous tensor")

@@ -152,5 +152,5 @@ def _gated(gate_up: Tensor, kind: str, gain: float = 1.0, limit: float = 0.0) ->
     check("gate_up", gate_up, ["T", "2 I"], FLOATS)
     width = gate_up.shape[1]
     if width % 2 or not width:
-        raise ValueError(f"gate_up: an even number of columns, at least 2, expected, not {width}")
+        raise ValueError(f"gate_up has {width} columns: expected an even number, at least 2")
     return gated_triton(gate_up, kind, gain, limit)

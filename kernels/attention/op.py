@@ -188,8 +188,8 @@ def check_batch(
     batch, width = len(context_lens), block_tables.shape[-1]
     if query_starts.shape != (batch + 1,) or block_tables.shape != (batch, width):
         raise ValueError(
-            f"query_starts, block_tables: shapes [{batch + 1}] and [{batch}, M] expected, "
-            f"not {list(query_starts.shape)} and {list(block_tables.shape)}"
+            f"query_starts has shape {list(query_starts.shape)} and block_tables has shape "
+            f"{list(block_tables.shape)}: expected [{batch + 1}] and [{batch}, M]"
         )
     lengths = np.diff(query_starts)
     if query_starts[0] != 0 or (lengths < 0).any():
@@ -200,18 +200,19 @@ def check_batch(
     if (context_lens < lengths).any():
         b = int((context_lens < lengths).argmax())
         raise ValueError(
-            f"context_lens: at least {lengths[b]} expected for sequence {b}, not {context_lens[b]}"
+            f"context_lens[{b}] is {context_lens[b]}: expected at least {lengths[b]}, the number "
+            "of query tokens of this sequence"
         )
     used = np.where(lengths > 0, -(-context_lens // block_size), 0)[:, None]
     if (used > width).any():
-        raise ValueError(f"block_tables: at least {used.max()} columns expected, not {width}")
+        raise ValueError(f"block_tables has {width} columns: expected at least {used.max()}")
     outside = (block_tables < 0) | (block_tables >= num_blocks)
     outside &= np.arange(width) < used
     if outside.any():
         b, at = np.argwhere(outside)[0].tolist()
         raise ValueError(
-            f"block_tables[{b}, {at}]: a block from 0 to {num_blocks - 1} expected, not "
-            f"{block_tables[b, at]}"
+            f"block_tables[{b}, {at}] is {block_tables[b, at]}: expected a block number from 0 to "
+            f"{num_blocks - 1}"
         )
 
 
@@ -225,10 +226,11 @@ def check_device_batch(batch: Batch, layer: Tensor, max_context: int) -> None:
     num_rows = len(batch.context_lens)
     check("query_starts", batch.query_starts, (num_rows + 1,), int32, like=layer)
     check("block_tables", batch.tables, (num_rows, "M"), int32, like=layer)
-    if max_context > batch.tables.shape[1] * layer.shape[3]:
+    num_columns, block_size = batch.tables.shape[1], layer.shape[3]
+    if max_context > num_columns * block_size:
         raise ValueError(
-            f"block_tables: {batch.tables.shape[1]} columns of blocks of {layer.shape[3]} tokens "
-            f"cannot hold a context of {max_context} tokens (max_context)"
+            f"max_context is {max_context}: expected at most {num_columns * block_size}, because "
+            f"block_tables has {num_columns} columns of {block_size}-token blocks"
         )
 
 
@@ -248,9 +250,9 @@ def _check(query: Tensor, layer: Tensor, plan: AttentionPlan, scores: ScoreMod) 
         dtypes = (layer.dtype, torch.float32)
     check("query", query, (plan.num_tokens, "Hq", head_dim), dtypes, like=layer)
     if query.shape[1] % num_heads:
-        raise ValueError(f"query: a multiple of {num_heads} heads expected, not {query.shape[1]}")
+        raise ValueError(f"query has {query.shape[1]} heads: expected a multiple of {num_heads}")
     if query.stride(1) != head_dim:
-        raise ValueError(f"query: stride {head_dim} between heads expected, not {query.stride(1)}")
+        raise ValueError(f"query has stride {query.stride(1)} between heads: expected {head_dim}")
     for name, values in (("sinks", scores.sinks), ("slopes", scores.slopes)):
         if values is not None:
             check(name, values, query.shape[1:2], FLOATS, like=query)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from penstock.kernels.attention.cpu_plan import CpuPagedPlan
 from penstock.kernels.attention.score_mod import ScoreMod, attend
-from penstock.kernels.kv_cache.format import dequantize
+from penstock.kernels.kv_cache.format import dequantize, num_features
 
 Ints: TypeAlias = npt.NDArray[np.integer]
 
@@ -90,8 +90,8 @@ class GatheredPlan:
             if not reads_paged:
                 raise ValueError(
                     "batch-invariant attention is not available for a KV cache of dtype "
-                    f"{layer.dtype} on {layer.device}: expected a GPU, or a CPU with numba and a "
-                    "dtype that its kernel supports"
+                    f"{layer.dtype} with {num_features(layer)} features per head on "
+                    f"{layer.device}: no kernel supports this combination (a CPU needs numba)"
                 )
             every = np.arange(len(lengths))
             tiles = CpuPagedPlan.of(every, query_starts, context_lens, block_tables, window)

@@ -165,8 +165,8 @@ def cache_folder() -> Path:
         folder = Path(tempfile.mkdtemp(prefix="penstock-kernels-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         log.warning(
-            "compiled CPU kernels are not cached, so every start compiles them: %s; correct this, "
-            "or set XDG_CACHE_HOME to a folder of your own",
+            "compiled CPU kernels are not cached, so every start compiles them: %s. Correct this, "
+            "or set NUMBA_CACHE_DIR to a folder of your own",
             error,
         )
     return folder
@@ -223,13 +223,13 @@ def _check_private(folder: Path) -> None:
     user = os.geteuid()
     for found in (folder.lstat(), folder.stat()):
         if found.st_uid != user:
-            raise PermissionError(f"{folder} belongs to user {found.st_uid}, not to {user}")
+            raise PermissionError(f"{folder} belongs to user {found.st_uid}: expected user {user}")
     if not stat.S_ISDIR(found.st_mode):
         raise NotADirectoryError(f"{folder} is not a folder")
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise PermissionError(
-            f"{folder} can be written by other users (mode {stat.S_IMODE(found.st_mode):o}); "
-            "`chmod go-w` removes this permission"
+            f"{folder} can be written by other users (mode {stat.S_IMODE(found.st_mode):o}): run "
+            f"`chmod go-w {folder}`"
         )
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise PermissionError(f"{folder} cannot be written")
+        raise PermissionError(f"this process may not create files in {folder}")

@@ -96,4 +96,7 @@ def _check_cache(kv: Tensor, layers: slice, heads: slice) -> None:
     for name, span, size in (("layers", layers, kv.shape[0]), ("heads", heads, kv.shape[3])):
         ends = (span.start, span.stop, span.step or 1)
         if None in ends or not 0 <= ends[0] <= ends[1] <= size or ends[2] != 1:
-            raise ValueError(f"{name}: a range within [0, {size}) expected, not {span}")
+            raise ValueError(
+                f"{name} is {span}: expected slice(start, stop) with 0 <= start <= stop <= {size} "
+                "and step 1"
+            )

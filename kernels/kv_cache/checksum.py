@@ -83,7 +83,7 @@ def sum_words(words: Tensor, weights: Tensor, chunk_weights: Tensor) -> Tensor:
     least = num_chunks(len(words)) + 1
     if len(chunk_weights) < least:
         raise ValueError(
-            f"chunk_weights: at least {least} weights expected, not {len(chunk_weights)}"
+            f"chunk_weights has {len(chunk_weights)} weights: expected at least {least}"
         )
     if use_triton(words):
         return sum_words_triton(words, weights, chunk_weights)

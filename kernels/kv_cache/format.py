@@ -58,7 +58,7 @@ class KvCacheFormat:
         if self.has_scales and num_features % 2:
             raise ValueError(
                 f"kv_cache_dtype {self.name} needs an even number of features per head, "
-                f"not {num_features}; use auto"
+                f"not {num_features}: set kv_cache_dtype to 'auto'"
             )
         return num_features + (SCALE_BYTES if self.has_scales else 0)
 

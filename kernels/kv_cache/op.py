@@ -146,7 +146,7 @@ def _rope_and_cache_cpu(
     if whole is not heads:
         heads[:, :num_heads] = whole[:, :num_heads]
     if lost:
-        raise IndexError(f"rows: {lost} of {rows.numel()} entries are outside the cache")
+        raise IndexError(f"{lost} of the {rows.numel()} entries of rows are outside the cache")
 
 
 def load_cpu_kernels(dtype: torch.dtype) -> None:

@@ -56,7 +56,7 @@ class BatchInvariantLinear:
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     if not use_triton(x):
-        raise ValueError(f"x: tensor on a GPU expected, not on {x.device}")
+        raise ValueError(f"x is on {x.device}: expected a GPU")
     check("x", x, ("T", "H", "K"), FLOATS)
     _, num_heads, num_inputs = x.shape
     outputs_first = weight.dim() == 3 and weight.stride(1) == 1 != weight.stride(2)
@@ -66,7 +66,7 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     if bias is not None:
         check("bias", bias, (weight.shape[1],), (x.dtype,), like=x)
     if not num_inputs:
-        raise ValueError("x: at least one input feature expected, not 0")
+        raise ValueError("x has 0 input features: expected at least 1")
 
 
 def batch_invariant_matmul_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -70,8 +70,8 @@ class PackedLinearF32:
         """Return x Wᵀ + b [T, N]. Raise ValueError if x is not [T, K] float32."""
         num_rows, num_inputs = len(x), self.num_inputs
         if x.dim() != 2 or x.shape[1] != num_inputs or x.dtype != torch.float32:
-            expected = f"[T, {num_inputs}] float32"
-            raise ValueError(f"x: {expected} expected, not {list(x.shape)} {x.dtype}")
+            found = f"shape {list(x.shape)} and dtype {x.dtype}"
+            raise ValueError(f"x has {found}: expected [T, {num_inputs}] float32")
         by_tiles = has_amx() and (self.batch_invariant or num_rows >= MIN_AMX_ROWS)
         loops = _amx_kernels() if by_tiles else _simd_kernels()
         read, written, width = loops.padded_sizes(num_rows, self.num_outputs)

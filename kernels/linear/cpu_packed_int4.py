@@ -96,8 +96,8 @@ class PackedLinearInt4:
         """Return x Wᵀ + b [T, N]. Raise ValueError if x is not [T, K] float32."""
         num_rows, num_inputs = len(x), self.num_inputs
         if x.dim() != 2 or x.shape[1] != num_inputs or x.dtype != torch.float32:
-            expected = f"[T, {num_inputs}] float32"
-            raise ValueError(f"x: {expected} expected, not {list(x.shape)} {x.dtype}")
+            found = f"shape {list(x.shape)} and dtype {x.dtype}"
+            raise ValueError(f"x has {found}: expected [T, {num_inputs}] float32")
         activations = quantize_per_block(x, self.run)
         y = torch.empty(num_rows, len(self.bias))
         work = num_rows * num_inputs * len(self.bias)

@@ -210,7 +210,7 @@ def quantized_matmul(
         ValueError: a shape, dtype or stride is wrong, or x is on a CPU.
     """
     if not use_triton(x):
-        raise ValueError(f"x: tensor on a GPU expected, not on {x.device}")
+        raise ValueError(f"x is on {x.device}: expected a GPU")
     check("x", x, ("T", "K"), FLOATS)
     num_inputs, num_groups = x.shape[1], scales.shape[-1]
     check("groups", groups, (num_inputs,), (torch.int32,), like=x)
@@ -277,8 +277,8 @@ class DequantizingLinear:
         """Return x Wᵀ + b [T, N]. Raise ValueError if x is not [T, K] float32."""
         num_rows, num_inputs = len(x), self.num_inputs
         if x.dim() != 2 or x.shape[1] != num_inputs or x.dtype != torch.float32:
-            expected = f"[T, {num_inputs}] float32"
-            raise ValueError(f"x: {expected} expected, not {list(x.shape)} {x.dtype}")
+            found = f"shape {list(x.shape)} and dtype {x.dtype}"
+            raise ValueError(f"x has {found}: expected [T, {num_inputs}] float32")
         y = torch.empty(num_rows, len(self.bias))
         work = num_rows * num_inputs * len(self.bias)
         _cpu_kernels().run(

@@ -61,12 +61,15 @@ def quantize_activations(x: Tensor, form: Form, group_size: int) -> tuple[Tensor
         ValueError: a shape, dtype or stride is wrong, or x is on a CPU.
     """
     if not use_triton(x):
-        raise ValueError(f"x: tensor on a GPU expected, not on {x.device}")
+        raise ValueError(f"x is on {x.device}: expected a GPU")
     check("x", x, ("T", "K"), FLOATS)
     if not x.shape[1]:
-        raise ValueError("x: at least one input feature expected, not 0")
+        raise ValueError("x has 0 input features: expected at least 1")
     if group_size < x.shape[1] and group_size != FP8_GROUP_INPUTS:
-        raise ValueError(f"group_size: {FP8_GROUP_INPUTS} or all inputs expected, not {group_size}")
+        raise ValueError(
+            f"group_size is {group_size}: expected {FP8_GROUP_INPUTS}, or at least {x.shape[1]} "
+            "for one group of all inputs"
+        )
     return quantize_activations_triton(x, _DTYPES[form], group_size, _MOST[form], MIN_SCALE)
 
 
@@ -105,7 +108,7 @@ def w8a8_matmul(
         ValueError: a shape, dtype or stride is wrong, or x is on a CPU.
     """
     if not use_triton(x):
-        raise ValueError(f"x: tensor on a GPU expected, not on {x.device}")
+        raise ValueError(f"x is on {x.device}: expected a GPU")
     check("x", x, ("T", "K"), tuple(_DTYPES.values()))
     num_inputs = x.shape[1]
     check("weight", weight, ("N", num_inputs), (x.dtype,), like=x)
@@ -114,13 +117,13 @@ def w8a8_matmul(
     allowed = {1} if x.dtype == torch.int8 else {1, -(-num_inputs // FP8_GROUP_INPUTS)}
     if num_groups not in allowed:
         expected = " or ".join(map(str, sorted(allowed)))
-        raise ValueError(f"x_scales: {expected} groups expected, not {num_groups}")
+        raise ValueError(f"x_scales has {num_groups} groups: expected {expected}")
     check("weight_scales", weight_scales, (num_groups, len(weight)), (torch.float32,), like=x)
     given = {"x": x, "weight": weight, "x_scales": x_scales, "weight_scales": weight_scales}
     for name, tensor in given.items():
         check_contiguous(name, tensor)
     if dtype not in FLOATS:
-        raise ValueError(f"dtype: float32, float16 or bfloat16 expected, not {dtype}")
+        raise ValueError(f"dtype is {dtype}: expected float32, float16 or bfloat16")
     if bias is not None:
         check("bias", bias, (len(weight),), (dtype,), like=x)
     return w8a8_matmul_triton(x, x_scales, weight, weight_scales, bias, dtype)

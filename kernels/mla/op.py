@@ -101,8 +101,8 @@ def plan_mla(
     in_kernel = runs_kernel(layer)
     if one_path and not in_kernel:
         raise ValueError(
-            "batch-invariant MLA needs a GPU and float32, float16 or bfloat16, not "
-            f"{layer.dtype} on {layer.device}"
+            f"batch-invariant MLA is not available for a KV cache of {layer.dtype} on "
+            f"{layer.device}: expected float32, float16 or bfloat16 on a GPU"
         )
     if in_kernel and len(chosen):
         starts = np.concatenate(([0], np.cumsum(lengths[chosen])))
@@ -231,7 +231,7 @@ def _check_layer(layer: Tensor, rank: int) -> None:
     check("layer", layer, (1, "N", 1, "S", "R + P"), (layer.dtype,))
     check_contiguous("layer", layer)
     if layer.shape[4] <= rank:
-        raise ValueError(f"layer: more than {rank} features expected, not {layer.shape[4]}")
+        raise ValueError(f"layer has {layer.shape[4]} features: expected more than {rank}")
 
 
 def _check(query: Tensor, layer: Tensor, up: Tensor, plan: MlaPlan) -> None:
@@ -245,9 +245,7 @@ def _check(query: Tensor, layer: Tensor, up: Tensor, plan: MlaPlan) -> None:
     check("query", query, (plan.num_tokens, len(up), "Q + P"), (up.dtype,), like=layer)
     most = rope_dim + up.shape[1] - 1
     if not rope_dim < query.shape[2] <= most:
-        raise ValueError(
-            f"query: from {rope_dim + 1} to {most} features expected, not {query.shape[2]}"
-        )
+        raise ValueError(f"query has {query.shape[2]} features: expected {rope_dim + 1} to {most}")
 
 
 def mla_attention_reference(

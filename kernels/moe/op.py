@@ -172,7 +172,7 @@ def _check(x: Tensor, experts: Tensor, weights: Tensor, stacks: ExpertWeights) -
     check_contiguous("weights", weights)
     for name, stack in (("gate_up", stacks.gate_up), ("down", stacks.down)):
         if stack.dim() != 3:
-            raise ValueError(f"{name}: three dimensions expected, not {stack.dim()}")
+            raise ValueError(f"{name} has {stack.dim()} dimensions: expected 3")
     num_experts, inner_size, _ = stacks.down.shape
     _check_stack("gate_up", stacks.gate_up, (num_experts, size, 2 * inner_size), x)
     _check_stack("down", stacks.down, (num_experts, inner_size, size), x)

@@ -109,13 +109,17 @@ def _check(logits: Tensor, routing: Routing, bias: Tensor | None) -> None:
         check("bias", bias, (num_experts,), (torch.float32,), like=logits)
     if num_experts % routing.num_groups:
         raise ValueError(
-            f"routing: num_groups that divides {num_experts} experts expected, not "
-            f"{routing.num_groups}"
+            f"routing.num_groups is {routing.num_groups}: expected a divisor of {num_experts}, the "
+            "number of experts"
         )
     if not 0 < routing.top_groups <= routing.num_groups:
         raise ValueError(
-            f"routing: top_groups from 1 to {routing.num_groups} expected, not {routing.top_groups}"
+            f"routing.top_groups is {routing.top_groups}: expected 1 to {routing.num_groups}, the "
+            "number of groups"
         )
     allowed = num_experts // routing.num_groups * routing.top_groups
     if not 0 < routing.top_k <= allowed:
-        raise ValueError(f"routing: top_k from 1 to {allowed} expected, not {routing.top_k}")
+        raise ValueError(
+            f"routing.top_k is {routing.top_k}: expected 1 to {allowed}, the number of experts in "
+            f"top_groups ({routing.top_groups}) groups"
+        )

@@ -182,5 +182,5 @@ def _norm(
     if added is not None:
         check("x", added, list(x.shape), [x.dtype], like=x)
     if not 0 < dim <= MAX_FEATURES:
-        raise ValueError(f"{name}: rows of 1 to {MAX_FEATURES} features expected, not of {dim}")
+        raise ValueError(f"{name} has {dim} features per row: expected 1 to {MAX_FEATURES}")
     norm_triton(x, added, weight, bias, out, eps, above_one)

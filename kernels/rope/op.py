@@ -92,7 +92,7 @@ def check_rotary(cos_sin: Tensor, num_tokens: int, dim: int, like: Tensor) -> No
     num_rotated = cos_sin.shape[2]
     if num_rotated % 2 or not 0 < num_rotated <= dim:
         raise ValueError(
-            f"cos_sin: an even number of features from 2 to {dim} expected, not {num_rotated}"
+            f"cos_sin has {num_rotated} features: expected an even number from 2 to {dim}"
         )
 
 
@@ -101,5 +101,5 @@ def _rotate(x: Tensor, cos_sin: Tensor, interleaved: bool) -> None:
     num_tokens, _, dim = x.shape
     check_rotary(cos_sin, num_tokens, dim, x)
     if cos_sin.shape[2] != dim:
-        raise ValueError(f"cos_sin: {dim} features (as many as x) expected, not {cos_sin.shape[2]}")
+        raise ValueError(f"cos_sin has {cos_sin.shape[2]} features: expected {dim}, as many as x")
     rotate_triton_(x, cos_sin, interleaved)

@@ -27,7 +27,7 @@ def logprobs(logits: Tensor, tokens: Tensor, count: int) -> Logprobs:
     logits: [R, V] float32; tokens: [R] int64, one per row. Raise ValueError if `count` < 0.
     """
     if count < 0:
-        raise ValueError(f"count: at least 0 expected, not {count}")
+        raise ValueError(f"count is {count}: expected at least 0")
     count = min(count, logits.shape[-1])
     if use_triton(logits):
         if count < logits.shape[-1]:

@@ -36,8 +36,8 @@ def apply_token_mask_(logits: Tensor, rows: Tensor, words: Tensor) -> None:
     check("words", words, (len(rows), "W"), (torch.int32,), like=logits)
     if words.shape[1] * BITS < logits.shape[1]:
         raise ValueError(
-            f"words: at least {logits.shape[1]} bits per mask (one per token) expected, not "
-            f"{words.shape[1] * BITS}"
+            f"words has {words.shape[1] * BITS} bits per mask: expected at least "
+            f"{logits.shape[1]}, one per token"
         )
     if use_triton(logits):
         apply_token_mask_triton_(logits, rows, words)
@@ -66,8 +66,8 @@ def apply_host_masks_(
         return finite
     if words.shape[1] * BITS < logits.shape[1] or len(words) != len(rows):
         raise ValueError(
-            f"words: {len(rows)} masks of at least {logits.shape[1]} bits (one per token) "
-            f"expected, not {len(words)} masks of {words.shape[1] * BITS} bits"
+            f"words has {len(words)} masks of {words.shape[1] * BITS} bits: expected {len(rows)} "
+            f"masks of at least {logits.shape[1]} bits, one per token"
         )
     finite = np.empty(len(logits), np.bool_)
     _cpu_kernels().apply_token_mask(logits.numpy(), rows, words, finite)

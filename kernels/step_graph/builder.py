@@ -147,7 +147,8 @@ class GraphBuilder:
             or (columns is None and dim != x.width)
         ):
             raise UnsupportedGraph(
-                f"a norm of {dim} features cannot be applied to columns {normalised} of {x}"
+                f"a norm of {dim} features cannot be applied to the columns [{normalised.start}, "
+                f"{normalised.stop}) of a buffer with {x.width} columns"
             )
         assert normalised.step == 1
         assert x.width == out.width
@@ -183,11 +184,14 @@ class GraphBuilder:
         layout: ExpertLayout | None,
     ) -> None:
         if len({(type(each), getattr(each, "group_inputs", 0)) for each in linears}) != 1:
-            raise UnsupportedGraph("linear layers of several kinds or sizes of groups")
+            raise UnsupportedGraph(
+                "one operation cannot combine linear layers of different types or group sizes"
+            )
         for linear in linears:
             if not self.supports_linear(linear):
                 raise UnsupportedGraph(
-                    f"no operation computes the product of {type(linear).__name__} ({x} to {out})"
+                    f"no operation computes a linear layer of type {type(linear).__name__} "
+                    f"with {x.width} inputs and {out.width} outputs"
                 )
             assert (x.width, out.width) == (linear.num_inputs, linear.num_outputs)
         if isinstance(linears[0], PackedLinearF32):
@@ -232,8 +236,8 @@ class GraphBuilder:
             )
         if params.num_heads > MAX_GROUP * num_kv_heads:
             raise UnsupportedGraph(
-                f"more than {MAX_GROUP} query heads per KV head "
-                f"({params.num_heads} for {num_kv_heads} KV heads)"
+                f"{params.num_heads} query heads use {num_kv_heads} KV heads: expected at most "
+                f"{MAX_GROUP} query heads per KV head"
             )
         assert heads.width == (params.num_heads + 2 * num_kv_heads) * head_dim
         assert out.width == params.num_heads * head_dim
@@ -333,7 +337,9 @@ def _plain(weight: Tensor) -> Tensor:
         UnsupportedGraph: `weight` is not float32 on a CPU.
     """
     if weight.dtype != torch.float32 or weight.device.type != "cpu":
-        raise UnsupportedGraph(f"weights of {weight.dtype} on {weight.device}")
+        raise UnsupportedGraph(
+            f"weights are {weight.dtype} on {weight.device}: expected float32 on a CPU"
+        )
     return weight.contiguous()
 
 

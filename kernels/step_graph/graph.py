@@ -78,8 +78,8 @@ class CpuStepGraph:
         """
         if not 0 <= slots.min() <= slots.max() < self.num_slots:
             raise IndexError(
-                f"slots: numbers from 0 to {self.num_slots - 1} expected, not from {slots.min()} "
-                f"to {slots.max()}"
+                f"slots has numbers from {slots.min()} to {slots.max()}: expected 0 to "
+                f"{self.num_slots - 1}"
             )
         self.ints[TOKENS.count] = len(slots)
         _interpreter(str(self.cache.dtype), self.extensions)(

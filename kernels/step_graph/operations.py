@@ -54,7 +54,9 @@ class Norm(Operation):
 
     def __post_init__(self) -> None:
         if self.added is not None and self.size != len(self.weight):
-            raise ValueError("a norm of several groups cannot be combined with an addition")
+            raise ValueError(
+                "a norm of several groups of columns cannot be combined with an addition"
+            )
 
     def columns(self) -> dict[int, int]:
         return {

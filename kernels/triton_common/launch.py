@@ -158,7 +158,9 @@ def use_triton(tensor: Tensor) -> bool:
     """
     if tensor.is_cuda:
         if triton is None:
-            raise RuntimeError("triton is not installed; it is required for tensors on a GPU")
+            raise RuntimeError(
+                "tensors on a GPU need triton, which is not installed: install triton"
+            )
         return True
     if INTERPRETED or (tensor.is_meta and _recording.get() is not None):
         return True

@@ -140,7 +140,7 @@ def parse(path: Path) -> dict[tuple[str, str], Sizes]:
     for kernel, entries in _object(kernels, f"{path}: tiles").items():
         where = f"{path}: tiles.{kernel}"
         if kernel not in KERNELS:
-            raise ValueError(f"{where}: unknown kernel; allowed are {', '.join(KERNELS)}")
+            raise ValueError(f"{where}: unknown kernel; expected one of {', '.join(KERNELS)}")
         for key, sizes in _object(entries, where).items():
             tables[kernel, key] = _checked(KERNELS[kernel], key, sizes, f"{where}[{key!r}]")
     return tables
@@ -156,13 +156,16 @@ def _checked(kernel: TunedKernel, key: str, sizes: Any, where: str) -> Sizes:
     pattern = ",".join(rf"{name}=[0-9]+" for name in kernel.shape)
     if not re.fullmatch(pattern, key):
         wanted = ",".join(f"{name}=N" for name in kernel.shape)
-        raise ValueError(f"{where}: invalid shape; expected {wanted}")
+        raise ValueError(f"{where}: invalid shape; expected the form {wanted}")
     sizes = _object(sizes, where)
     if sizes.keys() != kernel.sizes.keys():
-        raise ValueError(f"{where}: expected exactly the keys {', '.join(kernel.sizes)}")
+        raise ValueError(
+            f"{where} has the keys {', '.join(sizes) or '(none)'}: expected exactly "
+            f"{', '.join(kernel.sizes)}"
+        )
     for name, allowed in kernel.sizes.items():
         value = sizes[name]
         if type(value) is not int or value not in allowed:
             values = ", ".join(map(str, allowed))
-            raise ValueError(f"{where}.{name}: {value!r} is not allowed; allowed are {values}")
+            raise ValueError(f"{where}.{name} is {value!r}: expected one of {values}")
     return dict(sizes)

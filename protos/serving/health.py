@@ -31,7 +31,7 @@ class HealthService(health.aio.HealthServicer):  # type: ignore[misc]
         if self._watches[address] >= self._max_watches:
             raise CallError(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"this client has {self._max_watches} open Watch calls, the maximum: cancel one",
+                f"this address has {self._max_watches} open Watch calls, the maximum: cancel one",
                 retry_metadata(_RETRY_SECONDS),
             )
         self._watches[address] += 1

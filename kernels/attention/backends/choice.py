@@ -149,11 +149,11 @@ def _compute(
 def _check(found: Tensor, expected: Tensor, window: int) -> None:
     if found.shape != expected.shape:
         raise ValueError(
-            f"its result has the shape {list(found.shape)}, expected {list(expected.shape)}"
+            f"its result has the shape {list(found.shape)}: expected {list(expected.shape)}"
         )
     error = float((found - expected).abs().max() / expected.abs().max())
     if not error <= MAX_ERROR:  # unlike `>`, `not <=` also rejects NaN
         raise ValueError(
-            f"with a window of {window} positions (0: none), its result differs from the reference "
-            f"by {error:.2g} of the largest value; at most {MAX_ERROR} is accepted"
+            f"with a window of {window} positions (0: no window), its largest error is {error:.2g} "
+            f"times the largest value of the reference: expected at most {MAX_ERROR}"
         )

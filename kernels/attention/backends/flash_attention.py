@@ -33,7 +33,9 @@ def supports(request: AttentionRequest) -> str:
         major, minor = request.capability
         return f"it needs a Hopper GPU (sm_90), not sm_{major}{minor}"
     if request.head_dim > 256 or request.head_dim % 8:
-        return f"it supports heads of 8, 16 ... 256 features, not {request.head_dim}"
+        return (
+            f"it supports heads with a multiple of 8 features, at most 256, not {request.head_dim}"
+        )
     return ""
 
 

@@ -102,7 +102,7 @@ def common_reason(request: AttentionRequest) -> str:
     if request.deterministic:
         return "its results for a token depend on the batch, which deterministic mode forbids"
     if not request.is_native:
-        return "models that run through transformers choose the scores of each call"
+        return "it does not support models that run through transformers"
     if request.is_latent:
         return "it is not used for multi-head latent attention"
     if request.dtype not in ("bfloat16", "float16"):

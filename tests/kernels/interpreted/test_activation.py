@@ -83,8 +83,8 @@ def test_row_bits_do_not_depend_on_the_batch(gate: int, dim: int, dtype: torch.d
 
 def test_invalid_arguments_are_refused() -> None:
     with pytest.raises(
-        ValueError, match="gate_up: an even number of columns, at least 2, expected, not 7"
+        ValueError, match="gate_up has 7 columns: expected an even number, at least 2"
     ):
         silu_and_mul(torch.randn(3, 7))
-    with pytest.raises(ValueError, match=r"gate_up: shape \[T, 2 I\] expected, not \[8\]"):
+    with pytest.raises(ValueError, match=r"gate_up has shape \[8\]: expected \[T, 2 I\]"):
         gelu_tanh_and_mul(torch.randn(8))

@@ -352,36 +352,40 @@ def refusals() -> dict[str, Callable[[Tensor, Tensor, Batch], object]]:
         return plan
 
     return {
-        r"query: shape \[10, Hq, 16\] expected, not \[9, 6, 16\]": lambda q, c, b: call(
-            q[1:], c, b
-        ),
-        r"query: shape \[10, Hq, 16\] expected, not \[10, 6, 8\]": lambda q, c, b: call(
+        r"query has shape \[9, 6, 16\]: expected \[10, Hq, 16\]": lambda q, c, b: call(q[1:], c, b),
+        r"query has shape \[10, 6, 8\]: expected \[10, Hq, 16\]": lambda q, c, b: call(
             q[..., :8], c, b
         ),
-        "query: a multiple of 2 heads": lambda q, c, b: call(q[:, :5], c, b),
-        "query: float32 expected, not float16": lambda q, c, b: call(q.half(), c, b),
-        "query: a stride of 1 of the last dimension": lambda q, c, b: call(
+        "query has 5 heads: expected a multiple of 2": lambda q, c, b: call(q[:, :5], c, b),
+        "query has dtype float16: expected float32": lambda q, c, b: call(q.half(), c, b),
+        "query has stride .* in the last dimension": lambda q, c, b: call(
             q.mT.contiguous().mT, c, b
         ),
-        "query: stride ": lambda q, c, b: call(q[:, ::3], c, b),
-        "layer: a contiguous": lambda q, c, b: call(
+        "query has stride .* between heads": lambda q, c, b: call(q[:, ::3], c, b),
+        "layer has strides .*: expected a contiguous tensor": lambda q, c, b: call(
             q, c.transpose(2, 3).contiguous().transpose(2, 3), b
         ),
-        r"layer: shape \[2, N, H, S, W\]": lambda q, c, b: call(q, c[:1], b),
-        "layer: shape": lambda q, c, b: paged_attention(q, c[:, 1:].clone(), plan_attention(*b, c)),
-        r"sinks: shape \[6\] expected": lambda q, c, b: call(q, c, b, scores=ScoreMod(sinks=wrong)),
-        r"slopes: shape \[6\] expected": lambda q, c, b: call(
+        r"layer has shape .*: expected \[2, N, H, S, W\]": lambda q, c, b: call(q, c[:1], b),
+        "layer has shape": lambda q, c, b: paged_attention(
+            q, c[:, 1:].clone(), plan_attention(*b, c)
+        ),
+        r"sinks has shape .*: expected \[6\]": lambda q, c, b: call(
+            q, c, b, scores=ScoreMod(sinks=wrong)
+        ),
+        r"slopes has shape .*: expected \[6\]": lambda q, c, b: call(
             q, c, b, scores=ScoreMod(slopes=wrong)
         ),
-        r"query: shape \[10, Hq, 14\] expected, not \[10, 6, 16\]": lambda q, c, b: call(
+        r"query has shape \[10, 6, 16\]: expected \[10, Hq, 14\]": lambda q, c, b: call(
             q, c.to(E4M3), b
         ),
-        "query_starts, block_tables: shapes": planned(query_starts=np.zeros(1, np.int32)),
+        "query_starts has shape .* and block_tables has shape": planned(
+            query_starts=np.zeros(1, np.int32)
+        ),
         "query_starts is .*: expected a list that starts with 0": changed(0, (1,), 11),
-        "context_lens: at least 9 expected for sequence 1, not 8": changed(1, (1,), 8),
-        "block_tables: at least 63 columns expected, not 4": changed(1, (0,), 1000),
-        r"block_tables\[0, 2\]: a block from 0 to 7 expected, not 8": changed(2, (0, 2), 8),
-        r"block_tables\[1, 0\]: a block from 0 to 7 expected, not -1": changed(2, (1, 0), -1),
+        r"context_lens\[1\] is 8: expected at least 9": changed(1, (1,), 8),
+        "block_tables has 4 columns: expected at least 63": changed(1, (0,), 1000),
+        r"block_tables\[0, 2\] is 8: expected a block number from 0 to 7": changed(2, (0, 2), 8),
+        r"block_tables\[1, 0\] is -1: expected a block number from 0 to 7": changed(2, (1, 0), -1),
     }
 
 
@@ -403,11 +407,11 @@ def test_invalid_device_tensors_are_refused() -> None:
     _, layer, batch = make_case([(1, 40), (9, 20)], (2, 3, 16), 16)
     starts, contexts, tables = (torch.from_numpy(array).to(DEVICE) for array in batch)
     for bad, message in (
-        ((starts[1:], contexts, tables), "query_starts: shape"),
-        ((starts, contexts.long(), tables), "context_lens: int32 expected"),
-        ((starts, contexts, tables[:1]), "block_tables: shape"),
+        ((starts[1:], contexts, tables), "query_starts has shape"),
+        ((starts, contexts.long(), tables), "context_lens has dtype .*: expected int32"),
+        ((starts, contexts, tables[:1]), "block_tables has shape"),
     ):
         with pytest.raises(ValueError, match=message):
             plan_attention_on_device(*bad, layer, TiledPlanner(), 40)
-    with pytest.raises(ValueError, match="cannot hold a context of 65"):
+    with pytest.raises(ValueError, match="max_context is 65: expected at most 64"):
         plan_attention_on_device(starts, contexts, tables, layer, TiledPlanner(), 65)

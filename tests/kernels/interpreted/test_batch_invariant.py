@@ -109,11 +109,11 @@ def test_no_rows(device: torch.device) -> None:
 
 def test_invalid_arguments_are_refused(device: torch.device) -> None:
     x, weight = torch.randn(2, 8, device=device), torch.randn(3, 8, device=device)
-    with pytest.raises(ValueError, match="weight: shape"):
+    with pytest.raises(ValueError, match="weight has shape"):
         batch_invariant_matmul(x, weight[:, 1:])
-    with pytest.raises(ValueError, match="weight: float32"):
+    with pytest.raises(ValueError, match=r"weight has dtype .*: expected float32"):
         batch_invariant_matmul(x, weight.half())
-    with pytest.raises(ValueError, match="bias: shape"):
+    with pytest.raises(ValueError, match="bias has shape"):
         batch_invariant_matmul(x, weight, torch.zeros(2, device=device))
-    with pytest.raises(ValueError, match="x: a stride of 1 of the last dimension"):
+    with pytest.raises(ValueError, match=r"x has stride .* in the last dimension"):
         batch_invariant_matmul(x.T.contiguous().T, weight)

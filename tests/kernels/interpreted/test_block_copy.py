@@ -63,13 +63,13 @@ def test_unknown_blocks_read_as_zero_and_are_not_written() -> None:
 def test_invalid_arguments_are_refused() -> None:
     kv, blocks = torch.zeros(2, 2, 5, 4, 2, 8), torch.arange(3)
     layers, heads = slice(0, 2), slice(1, 3)
-    with pytest.raises(ValueError, match=r"heads: a range within \[0, 4\) expected"):
+    with pytest.raises(ValueError, match=r"heads is .*start <= stop <= 4"):
         gather_blocks(kv, blocks, layers, slice(2, 5))
-    with pytest.raises(ValueError, match="blocks: int32 or int64 expected, not float32"):
+    with pytest.raises(ValueError, match="blocks has dtype float32: expected int32 or int64"):
         gather_blocks(kv, blocks.float(), layers, heads)
-    with pytest.raises(ValueError, match="kv: a contiguous tensor expected"):
+    with pytest.raises(ValueError, match=r"kv has strides .*: expected a contiguous tensor"):
         gather_blocks(kv.transpose(3, 4), blocks, layers, slice(0, 2))
-    with pytest.raises(ValueError, match=r"staged: shape \[2, 2, 3, 2, 2, 8\] expected"):
+    with pytest.raises(ValueError, match=r"staged has shape .*: expected \[2, 2, 3, 2, 2, 8\]"):
         scatter_blocks(kv, blocks, layers, heads, torch.zeros(2, 2, 2, 2, 2, 8))
 
 
@@ -84,5 +84,5 @@ def test_too_few_checksum_weights_are_refused() -> None:
     words, weights, chunk_weights = (
         torch.zeros(size, dtype=torch.int64) for size in (CHUNK + 1, CHUNK + 1, 2)
     )
-    with pytest.raises(ValueError, match="chunk_weights: at least 3 weights expected, not 2"):
+    with pytest.raises(ValueError, match="chunk_weights has 2 weights: expected at least 3"):
         sum_words(words, weights, chunk_weights)

@@ -140,19 +140,19 @@ def test_bits_of_a_token_do_not_depend_on_the_batch() -> None:
 def test_invalid_arguments_are_refused() -> None:
     layer, heads = torch.zeros(2, 3, 2, 4, 8), torch.randn(5, 6, 8)
     slots, angles = torch.arange(5), rotary_table(torch.rand(4), 5, torch.float32)
-    with pytest.raises(ValueError, match=r"heads: shape \[T, 7, 8\] expected, not \[5, 6, 8\]"):
+    with pytest.raises(ValueError, match=r"heads has shape \[5, 6, 8\]: expected \[T, 7, 8\]"):
         rope_and_cache(heads, 3, angles, slots, layer)
-    with pytest.raises(ValueError, match=r"rows: shape \[5\] expected, not \[4\]"):
+    with pytest.raises(ValueError, match=r"rows has shape \[4\]: expected \[5\]"):
         rope_and_cache(heads, 2, angles, slots[:4], layer)
-    with pytest.raises(ValueError, match="rows: int64 expected, not int32"):
+    with pytest.raises(ValueError, match="rows has dtype int32: expected int64"):
         rope_and_cache(heads, 2, angles, slots.int(), layer)
     with pytest.raises(
-        ValueError, match="cos_sin: an even number of features from 2 to 8 expected, not 16"
+        ValueError, match="cos_sin has 16 features: expected an even number from 2 to 8"
     ):
         rope_and_cache(heads, 2, torch.zeros(5, 2, 16), slots, layer)
-    with pytest.raises(ValueError, match="layer: float32 expected, not float16"):
+    with pytest.raises(ValueError, match="layer has dtype float16: expected float32"):
         rope_and_cache(heads, 2, angles, slots, layer.half())
-    with pytest.raises(ValueError, match="layer: a contiguous tensor expected"):
+    with pytest.raises(ValueError, match=r"layer has strides .*: expected a contiguous tensor"):
         rope_and_cache(heads, 2, angles, slots, layer.transpose(1, 3))
-    with pytest.raises(ValueError, match=r"heads: shape \[T, 6, 6\] expected, not \[5, 6, 8\]"):
+    with pytest.raises(ValueError, match=r"heads has shape \[5, 6, 8\]: expected \[T, 6, 6\]"):
         rope_and_cache(heads, 2, angles, slots, layer.to(E4M3))

@@ -68,6 +68,6 @@ def test_a_block_outside_the_cache_is_refused() -> None:
     query, layer, up, (starts, contexts, tables) = make_case([(1, 40)])
     tables[0, 1] = layer.shape[1]
     with pytest.raises(
-        ValueError, match=r"block_tables\[0, 1\]: a block from 0 to 4 expected, not 5"
+        ValueError, match=r"block_tables\[0, 1\] is 5: expected a block number from 0 to 4"
     ):
         attend(query, layer, up, (starts, contexts, tables))

@@ -279,13 +279,13 @@ def test_longest_int8_sum_does_not_overflow(device: torch.device) -> None:
 
 def test_invalid_arguments_are_refused(device: torch.device) -> None:
     x = torch.randn(2, 300, device=device)
-    with pytest.raises(ValueError, match="group_size: 128 or all inputs expected, not 64"):
+    with pytest.raises(ValueError, match="group_size is 64: expected 128"):
         quantize_activations(x, "fp8", 64)
-    with pytest.raises(ValueError, match="x: at least one input feature"):
+    with pytest.raises(ValueError, match="x has 0 input features"):
         quantize_activations(x[:, :0], "fp8", 64)
     codes, scales = quantize_activations(x, "fp8", 300)
     many = torch.ones(2, 2, device=device)
-    with pytest.raises(ValueError, match="x_scales: 1 or 3 groups expected, not 2"):
+    with pytest.raises(ValueError, match="x_scales has 2 groups: expected 1 or 3"):
         w8a8_matmul(codes, many, codes, many, dtype=torch.float32)
-    with pytest.raises(ValueError, match="dtype: float32, float16 or bfloat16 expected"):
+    with pytest.raises(ValueError, match=r"dtype is .*: expected float32"):
         w8a8_matmul(codes, scales, codes, scales.T.contiguous(), dtype=torch.int32)

@@ -151,7 +151,7 @@ def test_strided_weights_and_rows() -> None:
     "x", [torch.randn(3, 7), torch.randn(8), torch.randn(3, 8).double(), torch.randn(2, 3, 8)]
 )
 def test_invalid_inputs_are_refused(x: torch.Tensor) -> None:
-    with pytest.raises(ValueError, match=r"x: \[T, 8\] float32 expected, not \["):
+    with pytest.raises(ValueError, match=r"x has shape .*: expected \[T, 8\] float32"):
         pack_f32(torch.randn(5, 8), None)(x)
 
 

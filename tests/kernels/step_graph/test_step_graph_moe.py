@@ -186,7 +186,7 @@ def test_experts_with_different_packing_are_refused() -> None:
     builder = make_builder()
     layout, f32 = builder.expert_layout(2, 1), packed(1, 64, 64)
     x, y = builder.alloc(64, layout), builder.alloc(64, layout)
-    with pytest.raises(UnsupportedGraph, match="kinds"):
+    with pytest.raises(UnsupportedGraph, match="different types"):
         builder.expert_linears(x, [*f32, pack_int8(torch.randn(64, 64), None)], y, layout)
 
 

@@ -136,23 +136,26 @@ def test_tiles_on_trial_precede_those_of_the_file(path: Path) -> None:
         ("{", "cannot be read as JSON: "),
         ("[]", "expected a JSON object, not list"),
         ("{}", "tiles: expected a JSON object, not NoneType"),
-        ('{"tiles": {"gemm": {}}}', "tiles.gemm: unknown kernel; allowed are attention.chunks, "),
+        (
+            '{"tiles": {"gemm": {}}}',
+            "tiles.gemm: unknown kernel; expected one of attention.chunks, ",
+        ),
         ('{"tiles": {"moe": 3}}', "tiles.moe: expected a JSON object, not int"),
         (
             '{"tiles": {"attention.chunks": {"width=64": {}}}}',
-            "['width=64']: invalid shape; expected width=N,itemsize=N,cached=N",
+            "['width=64']: invalid shape; expected the form width=N,itemsize=N,cached=N",
         ),
         (
             json.dumps({"tiles": {"attention.split_kv": {SHAPE: {"rows": 16}}}}),
-            f"[{SHAPE!r}]: expected exactly the keys rows, columns, num_warps, num_stages",
+            f"[{SHAPE!r}] has the keys rows: expected exactly rows, columns, num_warps, num_stages",
         ),
         (
             json.dumps({"tiles": {"attention.split_kv": {SHAPE: {**SPLIT_KV, "columns": 48}}}}),
-            f"[{SHAPE!r}].columns: 48 is not allowed; allowed are 16, 32, 64, 128, 256",
+            f"[{SHAPE!r}].columns is 48: expected one of 16, 32, 64, 128, 256",
         ),
         (
             json.dumps({"tiles": {"attention.split_kv": {SHAPE: {**SPLIT_KV, "num_warps": True}}}}),
-            f"[{SHAPE!r}].num_warps: True is not allowed; allowed are 1, 2, 4, 8, 16",
+            f"[{SHAPE!r}].num_warps is True: expected one of 1, 2, 4, 8, 16",
         ),
     ],
 )
