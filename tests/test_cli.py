@@ -228,9 +228,9 @@ def test_half_copied_weights_are_refused(model: Path, size: int) -> None:
     [
         (None, "m.gguf is missing"),
         (b"PK\3\4 and more", "m.gguf is not a GGUF file: it begins with b'PK"),
-        (b"GGUF\1\0\0\0", "m.gguf has GGUF version 1, not 2 or 3"),
+        (b"GGUF\1\0\0\0", "m.gguf has GGUF version 1: expected 2 or 3"),
         (b"GGUF\0\0\0\3", "m.gguf is a big-endian GGUF file"),
-        (b"GGUF\3\0\0\0\1\0\0\0", "m.gguf is corrupt or half-copied"),
+        (b"GGUF\3\0\0\0\1\0\0\0", "m.gguf is corrupt or incomplete"),
     ],
 )
 def test_bad_gguf_file_gives_a_one_line_error(

@@ -46,8 +46,8 @@ def checked_key(text: str, allow_weak: bool = False) -> str:
         )
     if len(key) < MIN_CHARACTERS and not allow_weak:
         raise BadKey(
-            f"has fewer than {MIN_CHARACTERS} characters, so it could be guessed: create one with "
-            "`openssl rand -hex 32` (or allow such keys: --allow-weak-keys)"
+            f"has fewer than {MIN_CHARACTERS} characters, so it could be guessed: create a longer "
+            "key with `openssl rand -hex 32`, or allow short keys with --allow-weak-keys"
         )
     return key
 

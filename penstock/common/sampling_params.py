@@ -178,7 +178,9 @@ class SamplingParams:
             _check_beam_search(self, limits)
         elif self.length_penalty != 1 or self.early_stopping is not False:
             name = "early_stopping" if self.length_penalty == 1 else "length_penalty"
-            raise _wrong(name, f"needs a beam search: set use_beam_search, or leave {name} out")
+            raise _wrong(
+                name, f"needs a beam search: set use_beam_search to true, or leave out {name}"
+            )
         if self.min_tokens < 0:
             raise _wrong("min_tokens", f"must be at least 0, not {number_text(self.min_tokens)}")
         if self.max_tokens is not None:
@@ -273,13 +275,12 @@ def check_token_ids(name: str, tokens: Collection[int], vocab_size: int) -> None
 def check_bad_words(words: Sequence[str], limits: SamplingLimits) -> None:
     """Raise `InvalidParameterError` if `bad_words` has too many, blank or too long words."""
     _check_size("bad_words", len(words), limits.max_bad_words, "words")
+    most = limits.max_bad_word_chars
     for index, word in enumerate(words):
-        if not word.strip() or len(word) > limits.max_bad_word_chars:
-            raise InvalidParameterError(
-                f"bad_words[{index}] has {len(word)} characters; a word must have 1 to "
-                f"{limits.max_bad_word_chars} characters, and not only spaces",
-                "bad_words",
-            )
+        if not word.strip() or len(word) > most:
+            found = f"has {len(word)} characters" if word.strip() else "is blank"
+            problem = f"bad_words[{index}] {found}: expected 1 to {most} characters"
+            raise InvalidParameterError(problem, "bad_words")
 
 
 def _check_count(name: str, value: int | None, low: int, high: int) -> None:
@@ -363,7 +364,7 @@ def _check_beam_search(params: SamplingParams, limits: SamplingLimits) -> None:
             )
     if params.stop:
         raise InvalidParameterError(
-            "use_beam_search supports stop_token_ids but not stop strings: leave out stop", "stop"
+            "use_beam_search supports stop_token_ids but not stop strings: leave out 'stop'", "stop"
         )
     _check_number("length_penalty", params.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
     if params.early_stopping not in EARLY_STOPPING:

@@ -59,7 +59,7 @@ class StructuredOutputs:
         if self.kind not in KINDS:
             raise invalid(f"unknown kind {self.kind[:40]!r}: expected one of {', '.join(KINDS)}")
         if bool(self.text) != (self.kind != "json_object"):
-            raise invalid(f"{self.kind} must be {KINDS[self.kind]}, not {self.text[:40]!r}")
+            raise invalid(f"{self.kind} is {self.text[:40]!r}: expected {KINDS[self.kind]}")
         try:
             size = len(self.text.encode())
         except UnicodeEncodeError as error:

@@ -89,8 +89,12 @@ INVALID: list[tuple[SamplingParams, str, str]] = [
     (replace(BEAMS, early_stopping="soon"), "early_stopping", '"never"'),
     (replace(BEAMS, max_tokens=4097), "max_tokens", "at most 4096"),
     (formed("yaml", "x"), "structured_outputs", "unknown kind 'yaml': expected one of json, "),
-    (formed("regex", ""), "structured_outputs", "regex must be a regular expression"),
-    (formed("json_object", "x"), "structured_outputs", "must be an empty text, not 'x'"),
+    (formed("regex", ""), "structured_outputs", "regex is '': expected a regular expression"),
+    (
+        formed("json_object", "x"),
+        "structured_outputs",
+        "json_object is 'x': expected an empty text",
+    ),
     (formed("regex", "é" * (1 << 16) + "x"), "structured_outputs", "131073 bytes; at most 131072"),
     (replace(formed("regex", "x"), ignore_eos=True), "ignore_eos", "cannot be combined"),
     (

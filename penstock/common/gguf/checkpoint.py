@@ -88,7 +88,7 @@ def _other_headers(path: Path, metadata: Metadata) -> list[GgufHeader]:
     split = SPLIT_NAME.fullmatch(path.name)
     if split is None or int(split["count"]) != count:
         raise BadCheckpoint(
-            f"{path} is one of {count} files of a model: keep the names "
+            f"{path} is one of {count} files of a model: expected the file names "
             f"MODEL-00001-of-{count:05}.gguf to MODEL-{count:05}-of-{count:05}.gguf"
         )
     names = [f"{split['model']}-{part:05}-of-{count:05}.gguf" for part in range(1, count + 1)]

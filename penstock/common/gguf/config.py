@@ -177,9 +177,7 @@ def _sizes(reader: _Reader) -> Values:
         )
     embeddings = reader.tensors.get("token_embd.weight")
     if embeddings is None or len(embeddings.shape) != 2:
-        raise reader.metadata.unsupported(
-            "the file has no tensor token_embd.weight of 2 dimensions"
-        )
+        raise reader.metadata.unsupported("the file has no 2-dimensional tensor token_embd.weight")
     vocab_size = embeddings.shape[0]
     if reader.size("vocab_size", vocab_size) != vocab_size:
         raise reader.metadata.bad(
@@ -203,8 +201,9 @@ def _rope(reader: _Reader, values: Values, partial: bool) -> Values:
     head_dim = values["head_dim"]
     rotated = reader.size("rope.dimension_count", head_dim)
     if rotated > head_dim or (rotated != head_dim and not partial):
+        allowed = f"at most {head_dim}" if partial else head_dim
         raise reader.metadata.bad(
-            reader.key("rope.dimension_count"), f"{head_dim}, the length of a key"
+            reader.key("rope.dimension_count"), f"{allowed}, the length of a key"
         )
     found: Values = {}
     if rotated != head_dim:
@@ -237,8 +236,8 @@ def _scaling(reader: _Reader, values: Values, num_pairs: int) -> Values:
         return {"rope_type": "linear", "factor": factor}
     if kind != "yarn":
         raise reader.metadata.unsupported(
-            f"{reader.key('rope.scaling.type')} {kind!r:.40} is not supported without the tensors "
-            f"{LONG_FACTORS} and {SHORT_FACTORS}: expected linear or yarn"
+            f"{reader.key('rope.scaling.type')} {kind!r:.40} is not supported: expected 'none', "
+            f"'linear', 'yarn', or 'longrope' with the tensors {LONG_FACTORS} and {SHORT_FACTORS}"
         )
     found = {
         "rope_type": "yarn",

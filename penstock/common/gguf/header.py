@@ -62,7 +62,7 @@ class GgufArray:
     def numbers(self) -> list[int | float]:
         """Return the items of an array of numbers. Raise `BadCheckpoint` if they are strings."""
         if self._code == _STRING:
-            raise self._wrong("contains strings, not numbers")
+            raise self._wrong("contains strings: expected numbers")
         number = _NUMBERS[self._code]
         end = self._start + self._count * number.size
         return [value for (value,) in number.iter_unpack(self._data[self._start : end])]
@@ -70,7 +70,7 @@ class GgufArray:
     def strings(self) -> list[str]:
         """Return the items of an array of strings. Raise `BadCheckpoint` if they are numbers."""
         if self._code != _STRING:
-            raise self._wrong("contains numbers, not strings")
+            raise self._wrong("contains numbers: expected strings")
         found, position = [], self._start
         for index in range(self._count):
             (size,) = _UINT64.unpack_from(self._data, position)
@@ -148,14 +148,14 @@ def _check_magic(path: Path, begin: bytes) -> None:
             f"{path} is not a GGUF file: it begins with {begin[:4]!r}, not with {MAGIC!r}"
         )
     if len(begin) < len(MAGIC) + _UINT32.size:
-        raise BadCheckpoint(f"{path} is corrupt or half-copied: it has {len(begin)} bytes")
+        raise BadCheckpoint(f"{path} is corrupt or incomplete: it has {len(begin)} bytes")
     (version,) = _UINT32.unpack(begin[len(MAGIC) :])
     if version not in VERSIONS:
         swapped = int.from_bytes(begin[len(MAGIC) :], "big")
         if swapped in (1, *VERSIONS):
             raise UnsupportedModel(f"{path} is a big-endian GGUF file: use a little-endian one")
         raise UnsupportedModel(
-            f"{path} has GGUF version {version}, not {' or '.join(map(str, VERSIONS))}: "
+            f"{path} has GGUF version {version}: expected {' or '.join(map(str, VERSIONS))}; "
             "convert the model again"
         )
 
@@ -171,7 +171,7 @@ class _Cursor:
 
     def bad(self, why: str) -> BadCheckpoint:
         return BadCheckpoint(
-            f"{self.path} is corrupt or half-copied: {why}. Copy or download it again"
+            f"{self.path} is corrupt or incomplete: {why}. Copy or download it again"
         )
 
     def need(self, num_bytes: int, what: str) -> None:
@@ -181,12 +181,15 @@ class _Cursor:
             num_bytes: number of bytes that are read next.
             what: name of the value that is read next, for the error message.
         """
-        left = self._end - self.position
-        if num_bytes <= left:
+        if num_bytes <= self._end - self.position:
             return
-        if num_bytes <= len(self.data) - self.position:
-            raise self.bad(f"{what} exceeds the header limit of {MAX_HEADER_BYTES >> 20} MiB")
-        raise self.bad(f"{what} needs {num_bytes} bytes, but the file ends after {left}")
+        left = len(self.data) - self.position
+        if num_bytes <= left:
+            raise BadCheckpoint(
+                f"{self.path} is corrupt or has a too large header: {what} exceeds the limit of "
+                f"{MAX_HEADER_BYTES >> 20} MiB"
+            )
+        raise self.bad(f"{what} needs {num_bytes} bytes, but only {left} bytes follow in the file")
 
     def number(self, kind: struct.Struct, what: str) -> int | float:
         self.need(kind.size, what)
@@ -212,11 +215,11 @@ class _Cursor:
         """Read the name of a key or a tensor: printable ASCII of at most `MAX_NAME_BYTES`."""
         size = self.count(_UINT64, what)
         if not 0 < size <= MAX_NAME_BYTES:
-            raise self.bad(f"{what} has {size} bytes, not 1 to {MAX_NAME_BYTES}")
+            raise self.bad(f"{what} has {size} bytes: expected 1 to {MAX_NAME_BYTES}")
         self.position -= _UINT64.size
         name = self.text(what)
         if not (name.isascii() and name.isprintable()):
-            raise self.bad(f"{what} is {name!r:.80}, not printable ASCII")
+            raise self.bad(f"{what} is {name!r:.80}: expected printable ASCII")
         return name
 
     def skip_strings(self, count: int, what: str) -> None:
@@ -252,7 +255,7 @@ def _read(cursor: _Cursor, file_bytes: int) -> GgufHeader:
         or alignment & (alignment - 1)
     ):
         raise cursor.bad(
-            f"general.alignment is {alignment!r}, not a power of two from 8 to {MAX_ALIGNMENT}"
+            f"general.alignment is {alignment!r}: expected a power of two from 8 to {MAX_ALIGNMENT}"
         )
     cursor.need(num_tensors * _LEAST_TENSOR_BYTES, f"a list of {num_tensors} tensors")
     tensors: dict[str, GgufTensor] = {}
@@ -283,7 +286,7 @@ def _read_value(cursor: _Cursor, key: str) -> Value:
     value = cursor.number(_NUMBERS[code], key)
     if code == _BOOL:
         if value not in (0, 1):
-            raise cursor.bad(f"{key} is a bool with the value {value}, not 0 or 1")
+            raise cursor.bad(f"{key} is a bool with the value {value}: expected 0 or 1")
         return bool(value)
     return value
 
@@ -292,7 +295,7 @@ def _read_array(cursor: _Cursor, key: str) -> GgufArray:
     code = cursor.count(_UINT32, f"the item type of {key}")
     count = cursor.count(_UINT64, f"the length of {key}")
     if code != _STRING and code not in _NUMBERS:
-        raise cursor.bad(f"{key} is an array of the unknown type {code}")
+        raise cursor.bad(f"{key} is an array of items of the unknown type {code}")
     item_bytes = _UINT64.size if code == _STRING else _NUMBERS[code].size
     cursor.need(count * item_bytes, f"{key} with {count} items")
     array = GgufArray(cursor, key, code, count)
@@ -309,25 +312,27 @@ def _read_tensor(cursor: _Cursor, what: str, alignment: int) -> GgufTensor:
     what = f"tensor {name}"
     num_dimensions = cursor.count(_UINT32, what)
     if not 1 <= num_dimensions <= MAX_DIMENSIONS:
-        raise cursor.bad(f"{what} has {num_dimensions} dimensions, not 1 to {MAX_DIMENSIONS}")
+        raise cursor.bad(f"{what} has {num_dimensions} dimensions: expected 1 to {MAX_DIMENSIONS}")
     shape = [cursor.count(_UINT64, what) for _ in range(num_dimensions)][::-1]
     if not all(0 < size <= MAX_ITEMS for size in shape) or math.prod(shape) > MAX_ITEMS:
         raise cursor.bad(f"{what} has the shape {shape}: expected 1 to {MAX_ITEMS} items in all")
     code = cursor.count(_UINT32, what)
     if code in OTHER_TYPES:
         served = ", ".join(each.name for each in TENSOR_TYPES.values())
-        raise UnsupportedModel(f"{cursor.path}: {what} is {OTHER_TYPES[code]}, not one of {served}")
+        raise UnsupportedModel(
+            f"{cursor.path}: {what} has type {OTHER_TYPES[code]}: expected one of {served}"
+        )
     if code not in TENSOR_TYPES:
         raise cursor.bad(f"{what} has the unknown type {code}")
     kind = TENSOR_TYPES[code]
     if shape[-1] % kind.block_items:
         raise cursor.bad(
-            f"{what} has rows of {shape[-1]} items, not a multiple of the {kind.block_items} items "
-            f"of a {kind.name} block"
+            f"{what} has rows of {shape[-1]} items: expected a multiple of {kind.block_items}, the "
+            f"items of a {kind.name} block"
         )
     offset = cursor.count(_UINT64, what)
     if offset % alignment:
-        raise cursor.bad(f"{what} is at offset {offset}, not a multiple of {alignment}")
+        raise cursor.bad(f"{what} is at offset {offset}: expected a multiple of {alignment}")
     num_bytes = math.prod(shape) // kind.block_items * kind.block_bytes
     return GgufTensor(cursor.path, name, kind, tuple(shape), offset, num_bytes)
 
@@ -340,5 +345,5 @@ def _check_ranges(cursor: _Cursor, tensors: list[GgufTensor], file_bytes: int) -
         end, last = each.start + each.num_bytes, each.name
         if end > file_bytes:
             raise cursor.bad(
-                f"tensor {each.name} needs the bytes up to {end}, but the file has {file_bytes}"
+                f"tensor {each.name} ends at byte {end}, but the file has {file_bytes} bytes"
             )

@@ -86,7 +86,9 @@ class Metadata:
             return self.size(key, default)
         found = set(value.numbers())
         if len(found) != 1:
-            raise self.unsupported(f"{key} differs between layers, which is not supported")
+            raise self.unsupported(
+                f"{key} has {len(found)} different values: expected one value for all layers"
+            )
         (same,) = found
         if type(same) is not int or not 0 < same <= MAX_SIZE:
             raise self.bad(key, "an array of positive whole numbers")
@@ -101,7 +103,7 @@ class Metadata:
         value = self.get(key)
         value = default if value is None else value
         if type(value) not in (int, float) or not 0 < float(value) < math.inf:  # type: ignore[arg-type]
-            raise self.bad(key, "a positive number")
+            raise self.bad(key, "a positive, finite number")
         return shortest(float(value))  # type: ignore[arg-type]
 
     def strings(self, key: str) -> list[str]:

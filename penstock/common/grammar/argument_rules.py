@@ -135,7 +135,7 @@ def object_members(schema: Any, path: str) -> Iterable[tuple[str, Any, bool]]:
         if name not in listed:
             raise UnsupportedSchemaError(
                 f"{path}/required",
-                f"the required property {name[:80]!r} is not in properties: add it there",
+                f"the required property {name[:80]!r} is not in 'properties': add it there",
             )
     for name, value in listed.items():
         if value is False:
@@ -174,11 +174,13 @@ def _check_root(schema: Mapping[str, Any], path: str, known: set[str]) -> None:
         if key not in known | ANNOTATIONS:
             raise UnsupportedSchemaError(
                 f"{path}/{escaped(key)}",
-                f"{key[:80]} is not supported in the schema of all arguments: leave it out",
+                f"{key[:80]} is not supported at the top level of a tool's parameters schema: "
+                "remove it",
             )
     if "type" in known and (kind := schema.get("type", "object")) not in ("object", ["object"]):
         raise UnsupportedSchemaError(
-            f"{path}/type", f"type is {kind!r:.80}, but arguments are an object: set 'object'"
+            f"{path}/type",
+            f"type is {kind!r:.80}, but a tool's arguments are an object: set type to 'object'",
         )
 
 
@@ -187,7 +189,8 @@ def check_key(key: str, allowed: re.Pattern[str], path: str) -> None:
     if not allowed.fullmatch(key):
         raise UnsupportedSchemaError(
             f"{path}/properties/{escaped(key)}",
-            f"the model's format of calls cannot express the name {key[:80]!r}: change it",
+            f"this model's tool call format cannot express the name {key[:80]!r}: rename the "
+            "property",
         )
 
 

@@ -61,7 +61,7 @@ class _Values:
         if text := self._strings.terminal(schema, path):
             found.insert(0, f"{self._quote} {self._rules.string(text)}")
         if not found:
-            raise UnsupportedSchemaError(path, "the schema allows no value: correct it")
+            raise UnsupportedSchemaError(path, "the schema allows no value: correct the schema")
         return f"( {' | '.join(found)} )"
 
     def any(self) -> str:
@@ -141,7 +141,7 @@ class _Values:
             if other not in ANNOTATIONS and other not in (key, *others):
                 raise UnsupportedSchemaError(
                     f"{path}/{escaped(other)}",
-                    f"{other[:80]} is not supported in a schema that has {key}: leave out one",
+                    f"one schema cannot have both {other[:80]} and {key}: remove one of the two",
                 )
 
     def _combined(self, schema: Mapping[str, Any], key: str, path: str) -> list[str]:
@@ -174,7 +174,8 @@ class _Values:
             if types & seen:
                 raise UnsupportedSchemaError(
                     f"{path}/oneOf",
-                    f"several branches allow values of the type {min(types & seen)}: use anyOf",
+                    f"several branches of oneOf allow values of the type {min(types & seen)}: use "
+                    "anyOf instead",
                 )
             seen |= types
 

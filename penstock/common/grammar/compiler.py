@@ -125,8 +125,8 @@ def _structural_tag(text: str) -> str:
     structures, triggers = content.get("structures"), content.get("triggers")
     if not (isinstance(structures, list) and structures and isinstance(triggers, list)):
         raise invalid(
-            "structural_tag must have structures, a list that is not empty, and triggers, a list; "
-            f"structures is {value_text(structures)}, triggers is {value_text(triggers)}"
+            f"structural_tag.structures is {value_text(structures)} and structural_tag.triggers is "
+            f"{value_text(triggers)}: expected a non-empty list and a list"
         )
     tags = [
         _tag(f"structural_tag.structures[{i}]", each, triggers) for i, each in enumerate(structures)
@@ -158,7 +158,7 @@ def _tool_calls(text: str) -> str:
         except MALFORMED as error:
             raise invalid(
                 f"cannot compile this {NAMES['tool_calls']}: the schema of "
-                f"{content['names'][index]} is not a valid JSON Schema, or is too deep"
+                f"{content['names'][index]} is not a valid JSON Schema, or is nested too deeply"
             ) from error
     return LLMatcher.grammar_from_lark("\n".join(rules))
 
@@ -169,8 +169,8 @@ def _tag(path: str, structure: Any, triggers: list[Any]) -> StructTag:
     begin, end, schema = (structure.get(name) for name in ("begin", "end", "schema"))
     if not (isinstance(begin, str) and begin and isinstance(end, str)):
         raise invalid(
-            f"{path} must have begin, a string that is not empty, and end, a string; begin is "
-            f"{value_text(begin)}, end is {value_text(end)}"
+            f"{path}.begin is {value_text(begin)} and {path}.end is {value_text(end)}: expected a "
+            "non-empty string and a string"
         )
     if not isinstance(schema, dict):
         raise invalid(f"{path}.schema must be a JSON Schema (an object), not {value_text(schema)}")
@@ -189,7 +189,7 @@ def _parsed(text: str, types: tuple[type, ...], expected: str) -> Any:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise invalid(f"the value must be {expected}, but is not valid JSON: {error}") from error
+        raise invalid(f"the value must be {expected}, but cannot be parsed: {error}") from error
     if not isinstance(value, types):
         raise invalid(f"the value must be {expected}, not {text[:40]!r}")
     return value

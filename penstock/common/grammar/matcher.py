@@ -155,7 +155,7 @@ def fill_masks(
     """
     if any(words.shape[1] < matcher.num_words for matcher in matchers):
         needed = max(matcher.num_words for matcher in matchers)
-        raise ValueError(f"words: at least {needed} words per mask expected, not {words.shape[1]}")
+        raise ValueError(f"words has {words.shape[1]} words per mask: expected at least {needed}")
     words[:] = 0
     row_bytes = words.shape[1] * 4
     if executor is not None and len(matchers) > 1:

@@ -105,7 +105,7 @@ class RawStrings:
                 return None
             if below == "oneOf" and len(allowed) > 1:
                 raise UnsupportedSchemaError(
-                    f"{path}/oneOf", "several branches allow strings: use anyOf"
+                    f"{path}/oneOf", "several branches of oneOf allow strings: use anyOf instead"
                 )
             if all(allowed):
                 found.append(f"( {' | '.join(' & '.join(text) for text in allowed)} )")
@@ -152,8 +152,8 @@ class RawStrings:
             if schema["format"] not in FORMATS:
                 raise UnsupportedSchemaError(
                     f"{path}/format",
-                    f"the format {schema['format']!r:.80} is not supported for a string that the "
-                    f"model writes without quotes: expected one of {', '.join(FORMATS)}",
+                    f"the format {schema['format']!r:.80} is not supported in this model's tool "
+                    f"call format: expected one of {', '.join(FORMATS)}",
                 )
             found.append(f"/{FORMATS[schema['format']]}/")
         return found
@@ -164,8 +164,8 @@ class RawStrings:
             if marker in text:
                 raise UnsupportedSchemaError(
                     path,
-                    f"the string {text[:80]!r} contains {marker!r}, which ends strings in the "
-                    "model's format of calls: leave it out",
+                    f"the string {text[:80]!r} contains {marker!r}, which ends strings in this "
+                    f"model's tool call format: remove {marker!r}",
                 )
 
 
@@ -174,13 +174,13 @@ def check_keywords(schema: Mapping[str, Any], path: str) -> None:
     types = schema.get("type", [])
     if not all(isinstance(each, str) for each in (types if isinstance(types, list) else [types])):
         raise UnsupportedSchemaError(
-            f"{path}/type", f"type is {types!r:.80}: set a string or a list of strings"
+            f"{path}/type", f"type is {types!r:.80}: expected a string or a list of strings"
         )
     for key in schema:
         if key not in KNOWN:
             raise UnsupportedSchemaError(
                 f"{path}/{escaped(key)}",
-                f"{key[:80]} is not supported in the model's format of calls: leave it out",
+                f"{key[:80]} is not supported in this model's tool call format: remove it",
             )
 
 

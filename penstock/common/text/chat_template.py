@@ -97,8 +97,8 @@ class ChatTemplate:
         text, found, _ = self._render(shown, options).rpartition(mark)
         if not found:
             raise ChatTemplateError(
-                "it leaves out the last message, so the answer cannot continue this message: end "
-                "with a message of another role, or leave out continue_final_message"
+                "it leaves out the last message, so the answer cannot continue this message: add a "
+                "message of another role at the end, or leave out continue_final_message"
             )
         return text.replace(mark, "")
 
@@ -118,8 +118,7 @@ class ChatTemplate:
         except Exception as error:
             kind = type(error).__name__
             raise ChatTemplateError(
-                f"it cannot render these messages, because it raises {kind}: check their roles and "
-                "their order"
+                f"it raises {kind} for these messages: check the roles and the order of messages"
             ) from error
 
 

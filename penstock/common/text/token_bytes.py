@@ -86,7 +86,7 @@ def read_decoder(spec: dict[str, Any] | None) -> TokenDecoder:
     if spec is None:
         raise UnsupportedTokenizer(
             "tokenizer.json has no decoder, so tokens cannot be converted to text: use a "
-            "tokenizer.json with the entry decoder"
+            "tokenizer.json with a decoder"
         )
     decoders: list[dict[str, Any]] = spec["decoders"] if spec["type"] == "Sequence" else [spec]
     steps: list[Step] = []

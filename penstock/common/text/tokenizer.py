@@ -127,7 +127,7 @@ def _load(folder: Path) -> Tokenizer:
     path = folder if is_gguf(folder) else folder / "tokenizer.json"
     if not path.is_file():
         raise UnsupportedTokenizer(
-            f"{folder} has no tokenizer.json, which every model needs: copy it into this folder"
+            f"{path} is missing, but the model needs this file: copy or download the file"
         )
     content = json.dumps(tokenizer_of(path)) if is_gguf(folder) else None
     try:
@@ -166,7 +166,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise UnsupportedTokenizer(f"{path} is not valid JSON: {error}") from error
+        raise UnsupportedTokenizer(f"{path} cannot be parsed as JSON: {error}") from error
     return config if isinstance(config, dict) else {}
 
 

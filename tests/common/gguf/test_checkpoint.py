@@ -69,7 +69,9 @@ def test_parts_of_different_models_are_refused(tmp_path: Path) -> None:
 
 def test_renamed_part_is_refused(tmp_path: Path) -> None:
     renamed = part(tmp_path, 0, "ab").rename(tmp_path / "model.gguf")
-    with pytest.raises(BadCheckpoint, match="is one of 2 files of a model: keep the names"):
+    with pytest.raises(
+        BadCheckpoint, match="is one of 2 files of a model: expected the file names"
+    ):
         open_gguf(renamed)
 
 

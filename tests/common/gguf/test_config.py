@@ -185,7 +185,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
         set_text("llama.rope.scaling.type", "spiral"), r"rope\.scaling\.type 'spiral' is not",
     ),
     "longrope without factors": (
-        set_text("llama.rope.scaling.type", "longrope"), r"not supported without the tensors",
+        set_text("llama.rope.scaling.type", "longrope"), r"or 'longrope' with the tensors",
     ),
     "partial rotation": (
         set_uint("llama.rope.dimension_count", 6),
@@ -197,7 +197,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
     ),
     "heads differ": (
         set_list("llama.attention.head_count_kv", [4, 2]),
-        r"head_count_kv differs between layers",
+        r"head_count_kv has 2 different values",
     ),
     "no length": (
         drop("llama.context_length"),

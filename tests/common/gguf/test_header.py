@@ -102,9 +102,9 @@ def test_everything_that_the_gguf_package_writes_is_read(tmp_path: Path) -> None
     assert (found.shape, found.type.name) == ((3, 2), "F32")
     data = path.read_bytes()[found.start : found.start + found.num_bytes]
     assert data == rows.tobytes()
-    with pytest.raises(BadCheckpoint, match=r"k\.words contains strings, not numbers$"):
+    with pytest.raises(BadCheckpoint, match=r"k\.words contains strings: expected numbers$"):
         words.numbers()
-    with pytest.raises(BadCheckpoint, match=r"k\.numbers contains numbers, not strings$"):
+    with pytest.raises(BadCheckpoint, match=r"k\.numbers contains numbers: expected strings$"):
         numbers.strings()
 
 
@@ -112,20 +112,20 @@ LIES: dict[str, tuple[bytes, str]] = {
     "empty": (b"", r"begins with b'', not with b'GGUF'"),
     "other file": (b"PK\3\4" + bytes(60), r"not a GGUF file: it begins with b'PK"),
     "magic only": (b"GGUF", "it has 4 bytes"),
-    "version 1": (whole(version=1), "has GGUF version 1, not 2 or 3"),
+    "version 1": (whole(version=1), "has GGUF version 1: expected 2 or 3"),
     "big endian": (b"GGUF\0\0\0\3" + bytes(16), "is a big-endian GGUF file"),
-    "no counts": (b"GGUF\3\0\0\0", "the number of tensors needs 8 bytes, but the file ends"),
+    "no counts": (b"GGUF\3\0\0\0", "the number of tensors needs 8 bytes, but only 0 bytes"),
     "many entries": (whole(counts=(0, 1 << 60)), f"metadata with {1 << 60} entries needs"),
     "many tensors": (whole(counts=(1 << 60, 0)), f"a list of {1 << 60} tensors needs"),
-    "long key": (whole((text("k" * 300),)), "key of metadata entry 0 has 300 bytes, not 1 to 255"),
+    "long key": (whole((text("k" * 300),)), "metadata entry 0 has 300 bytes: expected 1 to 255"),
     "empty key": (whole((entry("", BOOL, b"\0"),)), "key of metadata entry 0 has 0 bytes"),
-    "unprintable key": (whole((entry("a\nb", BOOL, b"\0"),)), r"is 'a\\nb', not printable ASCII"),
+    "unprintable key": (whole((entry("a\nb", BOOL, b"\0"),)), r"'a\\nb': expected printable ASCII"),
     "key twice": (whole((entry("k", BOOL, b"\0"),) * 2), "k appears twice"),
     "unknown type": (whole((entry("k", 13, bytes(8)),)), "k has the unknown type 13"),
-    "bool": (whole((entry("k", BOOL, b"\2"),)), "k is a bool with the value 2, not 0 or 1"),
+    "bool": (whole((entry("k", BOOL, b"\2"),)), "k is a bool with the value 2: expected 0 or 1"),
     "long string": (
         whole((entry("k", STRING, struct.pack("<Q", 1 << 40)),)),
-        f"k needs {1 << 40} bytes, but the file ends after",
+        f"k needs {1 << 40} bytes, but only 0 bytes follow",
     ),
     "not UTF-8": (whole((entry("k", STRING, text(b"\xff")),)), "k is not UTF-8"),
     "long array": (
@@ -134,7 +134,7 @@ LIES: dict[str, tuple[bytes, str]] = {
     ),
     "array of arrays": (
         whole((entry("k", ARRAY, struct.pack("<IQ", ARRAY, 1) + bytes(20)),)),
-        "k is an array of the unknown type 9",
+        "k is an array of items of the unknown type 9",
     ),
     "string in array": (
         whole((entry("k", ARRAY, struct.pack("<IQQ", STRING, 1, 1 << 50)),)),
@@ -142,15 +142,15 @@ LIES: dict[str, tuple[bytes, str]] = {
     ),
     "alignment": (
         whole((entry("general.alignment", UINT32, struct.pack("<I", 48)),)),
-        "general.alignment is 48, not a power of two from 8 to 65536",
+        "general.alignment is 48: expected a power of two from 8 to 65536",
     ),
     "alignment of text": (
         whole((entry("general.alignment", STRING, text("32")),)),
-        "general.alignment is '32', not a power of two",
+        "general.alignment is '32': expected a power of two",
     ),
-    "no dimensions": (whole((), (tensor(shape=()),)), "tensor a has 0 dimensions, not 1 to 4"),
+    "no dimensions": (whole((), (tensor(shape=()),)), "tensor a has 0 dimensions: expected 1 to 4"),
     "five dimensions": (
-        whole((), (tensor(shape=(32, 1, 1, 1, 1)),)), "tensor a has 5 dimensions, not 1 to 4",
+        whole((), (tensor(shape=(32, 1, 1, 1, 1)),)), "tensor a has 5 dimensions: expected 1 to 4",
     ),
     "no rows": (whole((), (tensor(shape=(32, 0)),)), r"tensor a has the shape \[0, 32\]: expected"),
     "huge shape": (
@@ -162,10 +162,10 @@ LIES: dict[str, tuple[bytes, str]] = {
     ),
     "rows of parts of blocks": (
         whole((), (tensor(shape=(33, 2)),), 500),
-        "tensor a has rows of 33 items, not a multiple of the 32 items of a Q8_0 block",
+        "tensor a has rows of 33 items: expected a multiple of 32, the items of a Q8_0 block",
     ),
     "unaligned": (
-        whole((), (tensor(offset=8),), 500), "tensor a is at offset 8, not a multiple of 32",
+        whole((), (tensor(offset=8),), 500), "tensor a is at offset 8: expected a multiple of 32",
     ),
     "tensor twice": (whole((), (tensor(),) * 2, 500), "tensor a appears twice"),
     "overlap": (
@@ -174,9 +174,9 @@ LIES: dict[str, tuple[bytes, str]] = {
     ),
     "offset beyond the file": (
         whole((), (tensor(offset=1 << 40),), 500),
-        r"tensor a needs the bytes up to \d+, but the file has \d+",
+        r"tensor a ends at byte \d+, but the file has \d+ bytes",
     ),
-    "half of the data": (whole((), (tensor(),), 67), r"needs the bytes up to 164, but .* has 163"),
+    "half of the data": (whole((), (tensor(),), 67), r"ends at byte 164, but .* has 163 bytes"),
 }  # fmt: skip
 
 
@@ -191,7 +191,9 @@ def test_a_lie_is_refused_in_one_line(case: str, tmp_path: Path) -> None:
 
 
 def test_type_that_is_not_served_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModel, match="tensor a is IQ4_XS, not one of F32, F16, Q4_0"):
+    with pytest.raises(
+        UnsupportedModel, match="tensor a has type IQ4_XS: expected one of F32, F16, Q4_0"
+    ):
         read(tmp_path / "m.gguf", whole((), (tensor(shape=(256, 1), kind=IQ4_XS),), 500))
 
 
@@ -216,7 +218,7 @@ def test_header_larger_than_its_limit_is_refused_without_reading_it(tmp_path: Pa
     with path.open("wb") as file:
         file.write(whole((entry("k", ARRAY, struct.pack("<IQ", STRING, count)),)))
         file.truncate(2 * MAX_HEADER_BYTES)
-    with pytest.raises(BadCheckpoint, match=r"k with \d+ items exceeds the header limit of 64 MiB"):
+    with pytest.raises(BadCheckpoint, match=r"k with \d+ items exceeds the limit of 64 MiB"):
         read_header(path)
 
 

@@ -53,7 +53,7 @@ INVALID = [
     (json_schema({"type": "string", "pattern": "(?=a)b"}), "look-around"),
     (json_schema(False), "schema is false"),
     (json_schema("[]"), "must be a JSON Schema .*, not '\\[\\]'"),
-    (json_schema("{"), "not valid JSON"),
+    (json_schema("{"), "cannot be parsed"),
     (json_schema({"not": {}, "x-guidance": {"lenient": True}}), "at /not: "),
     (StructuredOutputs("regex", "(a"), "unclosed group"),
     (StructuredOutputs("regex", "\ud800"), "unpaired surrogate"),

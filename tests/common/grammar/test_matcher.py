@@ -152,7 +152,7 @@ def test_masks_of_several_answers_are_those_of_each_alone() -> None:
         matcher.fill(alone)
         assert (words[: len(alone)] == alone).all()
         assert not words[len(alone) :].any()
-    with pytest.raises(ValueError, match="words per mask expected, not 5"):
+    with pytest.raises(ValueError, match="words has 5 words per mask: expected at least"):
         fill_masks(matchers, together[:, :5].copy())
 
 

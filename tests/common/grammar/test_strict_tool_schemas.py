@@ -69,7 +69,7 @@ def test_malformed_list_of_required_arguments_is_refused(name: str, required: An
 
 
 def test_schema_that_is_too_deep_is_refused() -> None:
-    with pytest.raises(InvalidParameterError, match="too deep"):
+    with pytest.raises(InvalidParameterError, match="nested too deeply"):
         grammar_text(wanted(NOTATIONS["bracketed"], properties={"p": nested(400)}))
 
 

@@ -205,7 +205,10 @@ INVALID: list[tuple[dict[str, Any], str]] = [
     ({"text": "x", "stop": [""]}, "stop string"),
     ({"text": "x", "sampling": pb.Sampling(regex="(a")}, "unclosed group"),
     ({"text": "x", "sampling": pb.Sampling(json_schema='{"not": {}}')}, "at /not: "),
-    ({"text": "x", "sampling": pb.Sampling(structural_tag="{}")}, "must have structures"),
+    (
+        {"text": "x", "sampling": pb.Sampling(structural_tag="{}")},
+        "structural_tag.structures is null",
+    ),
     ({"text": "x", "sampling": pb.Sampling(regex="a", ignore_eos=True)}, "ignore_eos"),
     ({"text": "x", "stop": ["a"] * 17}, "at most 16 strings"),
     ({"text": "x", "timeout_seconds": -1.0}, "timeout"),

@@ -133,6 +133,6 @@ async def test_model_without_a_tokenizer_rejects_forms_by_name(tmp_path: Path) -
     params = constrained(20, form("regex", "a"))
     await attached.submit(1, [5, 6], params)
     await attached.until(lambda: rejections(attached))
-    assert "has no tokenizer.json" in rejections(attached)[0][2]
+    assert "tokenizer.json is missing" in rejections(attached)[0][2]
     await attached.close()
     await bare.stop()
