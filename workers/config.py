@@ -103,9 +103,10 @@ class WorkerConfig:
         for name in (*sizes, "kv_cache_mib", "max_model_len", "threads", "max_threads"):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
-        if not 0 <= self.rank < Mesh(self.tp, self.pp, self.ep).num_ranks:
+        num_ranks = Mesh(self.tp, self.pp, self.ep).num_ranks
+        if not 0 <= self.rank < num_ranks:
             raise ValueError(
-                f"rank must be from 0 to {self.tp} x {self.pp} - 1 (tp x pp - 1), not {self.rank}"
+                f"rank must be from 0 to {num_ranks - 1} (tp x pp - 1), not {self.rank}"
             )
         check_hash_key(self.hash_key)
         if not self.name:

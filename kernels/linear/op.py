@@ -152,7 +152,9 @@ def int8_unsupported_reason(device: torch.device, dtype: torch.dtype) -> str:
     if dtype != torch.float32:
         return f"INT8 linear layers need float32, not {str(dtype).removeprefix('torch.')}"
     if "fbgemm" not in torch.backends.quantized.supported_engines:
-        return f"this torch build has no FBGEMM (INT8 products) for {platform.machine()}"
+        return (
+            f"this torch build has no FBGEMM (INT8 matrix multiplication) for {platform.machine()}"
+        )
     return ""
 
 

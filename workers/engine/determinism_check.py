@@ -45,8 +45,8 @@ def check_batch_invariance(engine: Engine) -> None:
     if not same:
         raise ValueError(
             "deterministic mode is not available on this machine: a prompt computed in chunks "
-            "gave other bits than the same prompt computed in one piece. Start the worker "
-            "without deterministic"
+            "gave different bits than the same prompt computed in one piece. Start the worker "
+            "without deterministic mode"
         )
 
 

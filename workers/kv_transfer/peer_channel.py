@@ -200,7 +200,10 @@ class PeerChannel:
         ranks = self._rank_endpoints
         problem = check_peer(ranks, accepted)
         if accepted.backend != ranks.backend:
-            problem = f"it communicates through {accepted.backend}, this worker {ranks.backend}"
+            problem = (
+                f"it communicates through {accepted.backend}, and this worker through "
+                f"{ranks.backend}"
+            )
         if problem or self._routes is not None or self.broken:
             self.close(f"incompatible destination: {problem or 'it sent Accepted twice'}")
             return

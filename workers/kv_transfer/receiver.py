@@ -184,9 +184,12 @@ class KvReceiver(transfer_pb2_grpc.TransferServicer):
         introduction = first.introduction
         problem = ""
         if not introduction.worker:
-            problem = "the first message must be an introduction"
+            problem = "the first message must be an Introduction with the name of the worker"
         elif introduction.protocol != PROTOCOL:
-            problem = f"transfer protocol {introduction.protocol}, not {PROTOCOL}: upgrade one side"
+            problem = (
+                f"the source has transfer protocol {introduction.protocol} and this worker "
+                f"{PROTOCOL}: run the same version of both"
+            )
         elif apart := layout_mismatch(introduction.layout, self._identity.layout):
             problem = apart
         else:
@@ -239,7 +242,7 @@ class KvReceiver(transfer_pb2_grpc.TransferServicer):
             return
         end = channel.endpoints.get((value.source_rank, value.destination_rank))
         if end is None or len(value.key) + len(value.value) > MAX_VALUE_BYTES:
-            problem = "the source sent a store value of an unknown pair or that is too large"
+            problem = "the source sent a store value that is too large or of an unknown rank pair"
             self._disconnect(generation, problem)
         else:
             end.value(value.key, value.value)

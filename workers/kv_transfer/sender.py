@@ -123,7 +123,7 @@ class KvSender:
             async with asyncio.timeout_at(deadline):
                 await self._channel_idle.wait()
         except TimeoutError:
-            reason = f"all {MAX_PEERS} channels to other workers are busy for {self._seconds:g} s"
+            reason = f"all {MAX_PEERS} channels to other workers were busy for {self._seconds:g} s"
             raise PairBroken(reason) from None
 
     # ------------------------------------------------------------ early channels

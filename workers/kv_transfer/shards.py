@@ -217,7 +217,7 @@ class Coverage:
         if shard.start % block_size or (shard.stop % block_size and shard.stop != self.stop):
             raise BadShard(
                 f"a message has the positions {shard.start} to {shard.stop}: expected bounds that "
-                f"are multiples of the block size {block_size}"
+                f"are multiples of the block size {block_size}, or {self.stop} as the end"
             )
         if num_bytes != self.shape.num_bytes(shard):
             expected = self.shape.num_bytes(shard)

@@ -74,9 +74,9 @@ class MirrorStore(Store):
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self.check(keys), seconds)
             if not self.check(keys):
-                raise PairBroken(
-                    f"the peer rank did not publish {', '.join(keys)} within {seconds:g} s"
-                )
+                missing = f"the peer rank did not publish {', '.join(keys)}"
+                when = "before the connection was closed" if self._closed else f"in {seconds:g} s"
+                raise PairBroken(f"{missing} {when}")
 
     def check(self, keys: list[str]) -> bool:
         return all(key in self._values for key in keys)

@@ -66,8 +66,8 @@ class DecoderLayer:
         """
         if self.parallel or self.attention_norm is None or self.mlp_norm is None:
             raise UnsupportedGraph(
-                "the CPU step graph does not support a layer with attention and MLP in parallel, "
-                "or without a norm before attention or before the MLP"
+                "the CPU step graph does not support a layer whose attention and MLP run in "
+                "parallel, or that lacks a norm before attention or before the MLP"
             )
         x, made = graph.scratch("normalised", hidden.width), graph.scratch("made", hidden.width)
         self.attention_norm.lower(graph, hidden, x)

@@ -69,7 +69,10 @@ class MoE:
         """Append `out = self(x)` to a CPU step graph."""
         routing, num_experts = self.routing, len(self.experts)
         if routing != Routing(routing.top_k, routing.normalise) or self.bias is not None:
-            raise UnsupportedGraph(f"{routing}")
+            raise UnsupportedGraph(
+                "the CPU step graph supports only top-k routing by softmax, without groups, scale "
+                f"or bias, not {routing}{' with a bias' if self.bias is not None else ''}"
+            )
         layout = graph.expert_layout(num_experts, routing.top_k)
         logits = graph.scratch("router logits", num_experts)
         weights = graph.scratch("expert weights", routing.top_k)

@@ -24,12 +24,14 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_bytes())
     except OSError as error:
         raise BadCheckpoint(
-            f"{path} cannot be read ({error.strerror}): check its permissions"
+            f"{path} cannot be read ({error.strerror}): check the file and its permissions"
         ) from None
     except (ValueError, RecursionError) as error:
         if isinstance(error, BadCheckpoint):
             raise
-        raise BadCheckpoint(f"{path} is not valid JSON ({error}): download it again") from None
+        raise BadCheckpoint(
+            f"{path} cannot be parsed as JSON ({error}): download it again"
+        ) from None
     if not isinstance(value, dict):
         raise BadCheckpoint(f"{path} contains no JSON object: download it again")
     return value
@@ -58,21 +60,24 @@ class Fields:
 
     def size(self, key: str, default: int | None = None) -> int:
         """Return the positive integer at `key`, or `default` if the value is null or absent."""
-        value = self.values.get(key)
-        if value is None:
-            value = default
-        if type(value) is not int or not 0 < value <= MAX_SIZE:
-            raise self.bad(key, "a positive whole number")
-        return value
+        return self._whole_number(key, default, 1)
 
     def count(self, key: str) -> int:
         """Return the integer at `key`, 0 or more; return 0 if the value is null or absent."""
-        return 0 if self.values.get(key) in (None, 0) else self.size(key)
+        return 0 if self.values.get(key) in (None, 0) else self._whole_number(key, None, 0)
+
+    def _whole_number(self, key: str, default: int | None, least: int) -> int:
+        value = self.values.get(key)
+        if value is None:
+            value = default
+        if type(value) is not int or not least <= value <= MAX_SIZE:
+            raise self.bad(key, f"a whole number from {least} to {MAX_SIZE}")
+        return value
 
     def number(self, key: str, default: float) -> float:
         value = self.values.get(key, default)
         if type(value) not in (int, float) or not 0 < value < float("inf"):
-            raise self.bad(key, "a positive number")
+            raise self.bad(key, "a positive, finite number")
         return float(value)
 
     def flag(self, key: str, default: bool = False) -> bool:

@@ -133,8 +133,8 @@ class Decoder:
         """
         if self.ranks is not SINGLE_RANK or self.dtype != torch.float32:
             raise UnsupportedGraph(
-                f"the CPU step graph does not support a model of dtype {self.dtype} on "
-                f"{'one rank' if self.ranks is SINGLE_RANK else 'several ranks'}"
+                "the CPU step graph supports only torch.float32 on one rank, not "
+                f"{self.dtype} on {'one rank' if self.ranks is SINGLE_RANK else 'several ranks'}"
             )
         hidden = graph.alloc(self.spec.hidden_size)
         angles = tuple(graph.alloc(2 * 2 * len(each.frequencies)) for each in self.rotaries)

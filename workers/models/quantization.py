@@ -26,11 +26,13 @@ def read_quantization(config: Fields) -> QuantizationSpec | None:
         UnsupportedModel: The method or one of its options is not supported.
         BadCheckpoint: A value is invalid.
     """
-    found = config.values.get("quantization_config") or config.values.get("compression_config")
+    keys = ("quantization_config", "compression_config")
+    key = next((key for key in keys if config.values.get(key)), keys[0])
+    found = config.values.get(key)
     if not found:
         return None
     if not isinstance(found, Mapping):
-        raise config.bad("quantization_config", "an object")
+        raise config.bad(key, "an object")
     method = str(found.get("quant_method", ""))
     reader = _READERS.get(method)
     if method == "squeezellm":
@@ -41,7 +43,7 @@ def read_quantization(config: Fields) -> QuantizationSpec | None:
         )
     if reader is None:
         raise config.unsupported(
-            f"weights quantized by {method or 'an unnamed quant_method'} are not supported: use a "
+            f"weights quantized by {method or 'an unnamed method'} are not supported: use a "
             f"checkpoint in one of {', '.join(_READERS)}, or in bfloat16"
         )
     return reader(_Options(config, found, method))
@@ -57,8 +59,8 @@ class _Options:
 
     def refuse(self, key: str, served: str) -> UnsupportedModel:
         return self._config.unsupported(
-            f"quantization_config of {self.path}: {key} {self.values.get(key)!r} is not supported: "
-            f"expected {served}"
+            f"quantization_config of {self.path}: {key} {self.values.get(key)!r:.80} is not "
+            f"supported: expected {served}"
         )
 
     def architecture(self, served: str) -> None:
@@ -81,7 +83,7 @@ class _Options:
         """Return the value at `key`, a positive integer or -1."""
         value = self.values.get(key, default)
         if type(value) is not int or not (value == -1 or 0 < value <= 1 << 16):
-            raise self.refuse(key, "a positive whole number, or -1")
+            raise self.refuse(key, f"a whole number from 1 to {1 << 16}, or -1")
         return value
 
     def names(self, key: str) -> tuple[str, ...]:

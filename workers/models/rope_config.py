@@ -69,12 +69,13 @@ def read_rope(config: Fields, partial: bool = False) -> RopeSpec:
         partial: whether the model family supports `partial_rotary_factor`.
     """
     values = config.values
-    found = values.get("rope_scaling") or values.get("rope_parameters") or {}
+    key = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
+    found = values.get(key) or {}
     if not isinstance(found, dict):
-        raise config.bad("rope_scaling", "an object")
+        raise config.bad(key, "an object")
     if any(isinstance(value, dict) for value in found.values()):
         raise config.unsupported(
-            "rope_parameters has different parameters for different layers, which is not supported"
+            f"{key} has different parameters for different layers, which is not supported"
         )
     fraction = values.get("partial_rotary_factor")
     merged = {
@@ -116,7 +117,7 @@ def _stretched(config: Fields, rope: Fields, plain: RopeSpec) -> RopeSpec:
     if factor is None:
         raise rope.bad("factor", f"a number, because rope_type is {kind!r}")
     if type(factor) not in (int, float) or not 0 < factor < float("inf"):
-        raise rope.bad("factor", "a positive number")
+        raise rope.bad("factor", "a positive, finite number")
     spec = replace(plain, factor=float(factor))
     if kind == "linear":
         return spec

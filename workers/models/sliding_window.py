@@ -2,7 +2,27 @@
 
 from collections.abc import Callable
 
-from penstock.workers.models.config import Config
+from penstock.workers.models.config import Config, Fields
+
+
+def read_windows(config: Fields, windows_of: Callable[[Config], list[int]]) -> tuple[int, ...]:
+    """Return the window of each layer; raise BadCheckpoint if a value is invalid.
+
+    `windows_of` is one of the following functions.
+    """
+    try:
+        windows = tuple(windows_of(config.values))
+    except TypeError:
+        # The next two calls raise BadCheckpoint if their key is the cause.
+        config.count("max_window_layers")
+        config.count("sliding_window_pattern")
+        raise config.bad("layer_types", "a list with the type of each layer") from None
+    num_layers = config.size("num_hidden_layers")
+    if len(windows) != num_layers:
+        raise config.bad("layer_types", f"a list of {num_layers} entries (num_hidden_layers)")
+    if any(type(window) is not int or window < 0 for window in windows):
+        raise config.bad("sliding_window", "a whole number of 0 or more")
+    return windows
 
 
 def no_window(config: Config) -> list[int]:

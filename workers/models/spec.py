@@ -10,16 +10,12 @@ from penstock.common.gguf.checkpoint import is_gguf
 from penstock.common.gguf.documents import config_of
 from penstock.workers.models.alibi import AlibiSpec, alibi_slopes
 from penstock.workers.models.config import BadCheckpoint, Config, Fields, read_json
-from penstock.workers.models.deepseek import (
-    LatentSpec,
-    RoutingSpec,
-    read_latent,
-    read_routing,
-)
+from penstock.workers.models.deepseek import LatentSpec, RoutingSpec, read_latent, read_routing
 from penstock.workers.models.family import Family
 from penstock.workers.models.family_registry import FAMILIES
 from penstock.workers.models.quantization import read_quantization
 from penstock.workers.models.rope_config import RopeSpec, read_ropes, stretched_scores
+from penstock.workers.models.sliding_window import read_windows
 from penstock.workers.models.tensor_names import TensorNames
 from penstock.workers.models.weight_scheme import QuantizationSpec
 
@@ -176,7 +172,7 @@ def require_transformers(config: Fields) -> None:
     if find_spec("transformers") is None:
         raise config.unsupported(
             f"{config.values['architectures'][0]} needs transformers, which is not installed "
-            f"here: pip install transformers. Without it, {supported_architectures()}"
+            f"here: run `pip install transformers`; {supported_architectures()}"
         )
 
 
@@ -267,7 +263,7 @@ def _build(config: Fields, family: Family, eos_tokens: tuple[int, ...]) -> Model
         alibi=alibi,
         rope=rope,
         local_rope=local_rope,
-        windows=_windows(config, family),
+        windows=read_windows(config, family.windows),
         experts=_experts(config, family),
         names=family.names,
         dtype=read_dtype(config),
@@ -314,18 +310,24 @@ def _alibi(config: Fields, family: Family, num_heads: int, num_kv_heads: int) ->
         return None
     rounded = family.alibi == "rounded"
     if rounded and num_kv_heads != num_heads:
-        raise config.unsupported(f"ALiBi needs {num_heads} KV heads, not {num_kv_heads}")
+        raise config.unsupported(
+            f"ALiBi needs {num_heads} KV heads, as many as query heads, not {num_kv_heads}"
+        )
     return AlibiSpec(alibi_slopes(num_heads, config.size("alibi_bias_max", 8)), rounded)
 
 
 def _checked_rope(config: Fields, family: Family, rope: RopeSpec, head_dim: int) -> RopeSpec:
     num_features = int(head_dim * rope.rotated_fraction)
     if num_features % 2 or not 0 < num_features <= head_dim:
-        raise config.bad(
-            "partial_rotary_factor", "a number between 0 and 1 whose product with head_dim is even"
+        raise BadCheckpoint(
+            f"{config.path}: partial_rotary_factor is {rope.rotated_fraction:g}: expected a number "
+            f"above 0 and at most 1 whose product with head_dim ({head_dim}) is even"
         )
     if rope.kind == "longrope" and 2 * len(rope.divisors) != num_features:
-        raise config.bad("rope_scaling", f"an object with lists of {num_features // 2} factors")
+        raise BadCheckpoint(
+            f"{config.path}: rope_type 'longrope' has {len(rope.divisors)} factors: expected "
+            f"{num_features // 2}"
+        )
     interleaved = family.latent and config.flag("rope_interleave", True)
     return replace(rope, interleaved=interleaved or family.interleaved)
 
@@ -343,7 +345,10 @@ def _experts(config: Fields, family: Family) -> ExpertsSpec | None:
     try:
         layers = tuple(found.layers(config.values))
     except (TypeError, ZeroDivisionError):
-        raise config.bad("decoder_sparse_step", "a positive whole number") from None
+        # The next two calls raise BadCheckpoint if their key is the cause.
+        config.size("decoder_sparse_step", 1)
+        config.count("first_k_dense_replace")
+        raise config.bad("mlp_only_layers", "a list of layer numbers") from None
     shared_size = config.size(found.shared_size) if found.shared_size else 0
     if found.shared_count:
         shared_size = config.size(found.shared_count) * config.size(found.inner_size)
@@ -365,23 +370,13 @@ def _clamp(config: Fields) -> tuple[float, float]:
     return config.number("swiglu_alpha", 1.702), config.number("swiglu_limit", 7.0)
 
 
-def _windows(config: Fields, family: Family) -> tuple[int, ...]:
-    try:
-        windows = tuple(family.windows(config.values))
-    except TypeError:
-        raise config.bad("layer_types", "a list with the type of each layer") from None
-    if len(windows) != config.size("num_hidden_layers"):
-        raise config.bad("layer_types", "a list of num_hidden_layers entries")
-    if any(type(window) is not int or window < 0 for window in windows):
-        raise config.bad("sliding_window", "a whole number of 0 or more")
-    return windows
-
-
 def read_dtype(config: Fields) -> str:
     values = config.values
     name = str(values.get("dtype") or values.get("torch_dtype") or "float32")
     if name not in ("float32", "bfloat16", "float16"):
-        raise config.unsupported(f"dtype {name!r} is none of float32, bfloat16 and float16")
+        raise config.unsupported(
+            f"dtype {name!r} is not supported: expected float32, bfloat16 or float16"
+        )
     return name
 
 
@@ -395,5 +390,5 @@ def read_eos_tokens(folder: Path, config: Fields) -> tuple[int, ...]:
         found, path = config.values.get("eos_token_id"), config.path
     tokens = [] if found is None else found if isinstance(found, list) else [found]
     if any(type(token) is not int or token < 0 for token in tokens):
-        raise BadCheckpoint(f"{path}: eos_token_id is {found!r:.40}: expected a token id or a list")
+        raise BadCheckpoint(f"{path}: eos_token_id is {found!r:.40}: expected token ids")
     return tuple(tokens)

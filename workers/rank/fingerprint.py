@@ -99,7 +99,8 @@ def layout_mismatch(theirs: str, ours: str) -> str:
     of_us, _, our_format = ours.partition(" ")
     if of_them == of_us and their_format:
         return (
-            f"its KV cache is of {their_format}, ours of {our_format}: use the same kv_cache_dtype"
+            f"the formats of the KV caches differ ({their_format} and {our_format}): use the same "
+            "kv_cache_dtype for both workers"
         )
     return (
         "the layouts differ: use the same model, dtype and quantization for both workers, and in "

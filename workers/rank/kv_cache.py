@@ -57,8 +57,8 @@ def choose_cache_format(
     if chosen.dtype != dtype and not converts:
         raise ValueError(
             f"kv_cache_dtype {name} is not available, because the model computes in "
-            f"{str(dtype).removeprefix('torch.')} on {device.type}. Only float32 models on a CPU "
-            "support a cache of another float dtype (bfloat16); use auto, fp8 or int8"
+            f"{str(dtype).removeprefix('torch.')} on {device.type}: set kv_cache_dtype to 'auto', "
+            "'fp8' or 'int8' (or to 'bfloat16' for a float32 model on a CPU)"
         )
     return chosen
 
@@ -79,7 +79,7 @@ def check_cache_format(name: str, spec: ModelSpec) -> None:
     else:
         FORMATS[name].slot_elements(spec.head_dim)
         return
-    raise ValueError(f"kv_cache_dtype {name} is not available for {reason}; use auto")
+    raise ValueError(f"kv_cache_dtype {name} is not available for {reason}: set it to 'auto'")
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

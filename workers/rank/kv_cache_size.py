@@ -53,8 +53,8 @@ def choose_num_blocks(
     if num_blocks < one:
         needed = -(-one * block_bytes >> 20)
         raise ValueError(
-            f"too little memory for one sequence of {max_model_len} tokens: its KV takes "
-            f"{needed} MiB and there is room for {num_blocks * block_bytes >> 20} MiB. Lower "
+            f"too little memory for one sequence of {max_model_len} tokens: its KV cache needs "
+            f"{needed} MiB, but there is room for {num_blocks * block_bytes >> 20} MiB. Lower "
             "max_model_len, or raise kv_cache_mib if the machine has more"
         )
     return num_blocks

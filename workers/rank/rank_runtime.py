@@ -287,7 +287,9 @@ def choose_device(name: str) -> torch.device:
     """Return the device for "auto", "cpu" or "cuda". Raises ValueError for "cuda" without a GPU."""
     there = torch.cuda.is_available()
     if name == "cuda" and not there:
-        raise ValueError("device is cuda, but torch sees no CUDA device here: use cpu or auto")
+        raise ValueError(
+            "device is cuda, but torch sees no CUDA device here: set device to 'cpu' or 'auto'"
+        )
     return torch.device("cuda" if there and name != "cpu" else "cpu")
 
 

@@ -151,8 +151,8 @@ class BlockPool:
         """
         if (self.state[blocks] != _USED).any():
             raise ValueError(
-                "expected blocks in state USED, because only these can be published; at least "
-                f"one of {blocks!s:.80} has another state"
+                f"at least one of the blocks {blocks!s:.80} is not in state USED: only blocks in "
+                "this state can be published"
             )
         for index, (block, digest) in enumerate(zip(blocks, hashes, strict=True)):
             tokens = None if contents is None else contents[index]

@@ -88,8 +88,7 @@ def new_sequence(
         vocabulary.check("the answer so far", answer)
     if len(submit.salt) > MAX_SALT_BYTES:
         raise BadSubmit(
-            f"the salt of the cache has {len(submit.salt)} bytes; at most {MAX_SALT_BYTES} are "
-            "allowed"
+            f"the cache salt has {len(submit.salt)} bytes; at most {MAX_SALT_BYTES} are allowed"
         )
     longest = max(map(len, answers.values()))
     if params.max_tokens is not None and longest >= params.max_tokens:

@@ -56,7 +56,7 @@ class Submitter:
         if found is not None and not _answers(new):
             self._submit(session, key, replace(new, grammar=found))
         elif len(self._waiting) >= self._most:
-            many = f"{len(self._waiting)} requests wait for the compilation of their grammars"
+            many = f"{len(self._waiting)} requests wait until their grammars are compiled"
             self._refuse(session, key, f"{many}, the maximum: try later", False)
         else:
             self._waiting[key] = []

@@ -56,8 +56,8 @@ def read_int8(module: QuantizedModule, tensors: dict[str, Tensor]) -> QuantizedM
     stored = tensors.pop("weight_format", None)
     if stored is not None and int(stored) != _ROW_FORMAT:
         raise BadCheckpoint(
-            f"tensor {module.name}.weight_format is {int(stored)}, not {_ROW_FORMAT}: the weights "
-            "are not stored by rows; save the checkpoint with a newer bitsandbytes"
+            f"tensor {module.name}.weight_format is {int(stored)}: expected {_ROW_FORMAT}, weights "
+            "stored by rows; save the checkpoint with a newer bitsandbytes"
         )
     codes = tensors.pop("weight").view(torch.uint8).bitwise_xor_(128)
     scales = tensors.pop("SCB")[:, None] / 127
@@ -162,10 +162,10 @@ def _state(module: QuantizedModule, tensors: dict[str, Tensor]) -> dict[str, Any
         state = json.loads(bytes(tensors[suffix].tolist()))
     except (ValueError, RecursionError):
         raise BadCheckpoint(
-            f"{name} contains no JSON object: download the checkpoint again"
+            f"{name} contains no valid JSON object: download the checkpoint again"
         ) from None
     if not isinstance(state, dict):
-        raise BadCheckpoint(f"{name} contains no JSON object: download the checkpoint again")
+        raise BadCheckpoint(f"{name} contains no valid JSON object: download the checkpoint again")
     expected = {
         "quant_type": scheme.table,
         "blocksize": scheme.group_size,

@@ -67,7 +67,7 @@ def read_fp4(module: QuantizedModule, tensors: dict[str, Tensor]) -> QuantizedMa
         return e2m1_matrix(codes, e8m0_scales(name, scales), module.scheme.group_size)
     wide = scales.to(torch.float32)
     if bool(wide.isnan().any()):
-        raise BadCheckpoint(f"tensor {name} contains NaN; every scale must be a number")
+        raise BadCheckpoint(f"tensor {name} contains NaN: expected numbers as scales")
     factor = _global_scale(module, tensors)
     # Divide instead of multiplying by a reciprocal, so that the result is rounded only once.
     wide = wide.div_(factor) if storage == "nvfp4" else wide.mul_(factor)
@@ -80,7 +80,7 @@ def _global_scale(module: QuantizedModule, tensors: dict[str, Tensor]) -> Tensor
     least = "above 0" if module.scheme.storage == "nvfp4" else "of at least 0"
     if not (math.isfinite(value) and (value > 0 or (value == 0 and least == "of at least 0"))):
         raise BadCheckpoint(
-            f"tensor {module.name}.{suffix} is {value}, not a finite number {least}"
+            f"tensor {module.name}.{suffix} is {value}: expected a finite number {least}"
         )
     return tensors.pop(suffix)
 

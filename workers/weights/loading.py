@@ -199,7 +199,7 @@ def _check_quantized(
     if quantization != "none":
         raise ValueError(
             f"quantization {quantization} is not available: {folder} is quantized already "
-            f"({method_names(modules)}): use quantization none"
+            f"({method_names(modules)}): set quantization to 'none'"
         )
     if not deterministic or supports_dequantizing(device, dtype):
         return
@@ -216,7 +216,7 @@ def choose_dtype(name: str, own: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         name = "float32" if device.type == "cpu" else own
     if name not in ("float32", "bfloat16", "float16"):
-        raise ValueError(f"dtype {name!r} is not one of auto, float32, bfloat16, float16")
+        raise ValueError(f"dtype is {name!r}: expected auto, float32, bfloat16 or float16")
     chosen: torch.dtype = getattr(torch, name)
     return chosen
 
@@ -235,7 +235,7 @@ def find_tensors(folder: Path) -> dict[str, TensorEntry]:
     if any(any(folder.glob(pattern)) for pattern in ("*.bin", "*.pth", "*.pt")):
         raise UnsupportedModel(
             f"{folder} has pickled weights only, which are never loaded (they can run code): "
-            "convert them to safetensors"
+            "convert the weights to safetensors"
         )
     raise BadCheckpoint(f"{folder} has neither {SINGLE} nor {INDEX}: copy or download it again")
 
@@ -250,7 +250,8 @@ def _sharded(folder: Path) -> dict[str, TensorEntry]:
     for name, file in weight_map.items():
         if name not in files[file]:
             raise BadCheckpoint(
-                f"{folder / file} lacks tensor {name}, which {INDEX} lists: download both again"
+                f"{folder / file} lacks tensor {name}, which {INDEX} lists: download both "
+                "files again"
             )
     return {name: files[file][name] for name, file in weight_map.items()}
 
@@ -303,8 +304,8 @@ def _check(entry: TensorEntry, expected: Parameter) -> None:
     served = entry.loadable_dtypes(expected.accepts)
     if entry.dtype not in served:
         raise UnsupportedModel(
-            f"{entry.path}: tensor {entry.stored_name} is {entry.dtype}, not one of "
-            + ", ".join(served)
+            f"{entry.path}: tensor {entry.stored_name} has dtype {entry.dtype}: expected "
+            + " or ".join(served)
         )
     if entry.shape not in (expected.shape, *expected.alternatives):
         raise BadCheckpoint(

@@ -111,8 +111,8 @@ def check_mxfp4_stack(module: QuantizedModule) -> None:
     """Raise UnsupportedModel if a stack's number of inputs is not a multiple of `BLOCK`."""
     if module.inputs % BLOCK:
         raise UnsupportedModel(
-            f"{module.name} has {module.inputs} inputs, not a multiple of {BLOCK}: blocks of MXFP4 "
-            f"have {BLOCK} inputs"
+            f"{module.name} has {module.inputs} inputs: expected a multiple of {BLOCK}, the inputs "
+            "of an MXFP4 block"
         )
 
 

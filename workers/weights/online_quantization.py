@@ -88,7 +88,7 @@ def _checked_inputs(
     if form == "int4" and num_inputs % 2:
         raise UnsupportedModel(
             f"{name} has {num_inputs} inputs, an odd number: quantization int4 stores codes in "
-            "pairs; use int8 or fp8"
+            "pairs; set quantization to 'int8' or 'fp8'"
         )
     return input_range(name, columns, in_pairs=form == "int4")
 
@@ -97,6 +97,6 @@ def log_online_weight_only(form: WeightForm, device: torch.device) -> None:
     """Log a warning if a GPU lacks the tensor cores that `form` uses on other GPUs."""
     if form != "int4" and runs_kernels(device) and not has_online_w8a8(form, device):
         log.warning(
-            "%s products are not available on this %s device: weights are quantized, and "
-            "activations are not quantized (weight-only)", form.upper(), device.type,
+            "%s matrix multiplication is not available on this %s device: weights are quantized, "
+            "and activations are not quantized (weight-only)", form.upper(), device.type,
         )  # fmt: skip

@@ -40,20 +40,20 @@ def check_module(module: QuantizedModule) -> None:
     size = scheme.group_size
     if scheme.storage.startswith("bitsandbytes") and size > 0 and module.inputs % size:
         raise UnsupportedModel(
-            f"{name} has {module.inputs} inputs, not a multiple of {size}: blocks of bitsandbytes "
-            "that contain parts of two rows are not supported"
+            f"{name} has {module.inputs} inputs: expected a multiple of {size}, because blocks of "
+            "bitsandbytes that contain parts of two rows are not supported"
         )
     if scheme.block_rows == 1 and size > 0 and module.inputs % size:
         raise BadCheckpoint(
-            f"{name} has {module.inputs} inputs, which is not a multiple of the group size {size} "
-            "in quantization_config: weights and config.json do not belong together"
+            f"{name} has {module.inputs} inputs: expected a multiple of {size}, the group size in "
+            "quantization_config; weights and config.json do not belong together"
         )
     word = module.per_word
     packed_inputs = scheme.storage in ("packed", "gptq")
     if packed_inputs and module.inputs % word:
         raise BadCheckpoint(
-            f"{name} has {module.inputs} inputs, but one 32-bit word packs {word} codes, so inputs "
-            f"must be a multiple of {word}"
+            f"{name} has {module.inputs} inputs: expected a multiple of {word}, because a 32-bit "
+            f"word packs {word} codes"
         )
     pairs = scheme.storage in ("awq", "mxfp4", "nvfp4", "modelopt nvfp4", "bitsandbytes 4 bits")
     if pairs and module.inputs % 2:
@@ -64,8 +64,8 @@ def check_module(module: QuantizedModule) -> None:
     if packed_outputs and module.outputs % word:
         packed = "codes" if scheme.storage == "awq" else "zero points"
         raise BadCheckpoint(
-            f"{name} has {module.outputs} outputs, but one 32-bit word packs {word} {packed}, so "
-            f"outputs must be a multiple of {word}"
+            f"{name} has {module.outputs} outputs: expected a multiple of {word}, because a 32-bit "
+            f"word packs {word} {packed}"
         )
 
 
@@ -247,8 +247,8 @@ def _groups(
     table = tensors[suffix]
     if int(table.min()) < 0 or int(table.max()) >= module.num_groups:
         raise BadCheckpoint(
-            f"tensor {module.name}.{suffix} names groups {int(table.min())} to "
-            f"{int(table.max())}, but the module has groups 0 to {module.num_groups - 1}"
+            f"tensor {module.name}.{suffix} has group numbers from {int(table.min())} to "
+            f"{int(table.max())}: expected 0 to {module.num_groups - 1}"
         )
     return table
 

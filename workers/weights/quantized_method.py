@@ -145,7 +145,7 @@ def quantized_modules(
                 raise UnsupportedModel(
                     f"{names[0]} is {_described(schemes[0])}, but {other} is {_described(scheme)}"
                     f"{_unnamed_difference(schemes[0], scheme)}: "
-                    "modules that are fused into one matrix product must have the same quantization"
+                    "modules that are fused into one matrix must have the same quantization"
                 )
         for name, size, scheme in zip(names, sizes, schemes, strict=True):
             if scheme is not None:
@@ -280,8 +280,8 @@ def log_weight_only(
     ]
     if lacking:
         log.warning(
-            "%s products are not available for %s on %s with %s: weights stay quantized, and "
-            "activations are not quantized (weight-only)",
+            "%s matrix multiplication is not available for %s on %s with %s: weights stay "
+            "quantized, and activations are not quantized (weight-only)",
             " and ".join(sorted({each.activations.upper() for each in lacking})),
             " and ".join(sorted({_described_in_full(each) for each in lacking})), device.type,
             str(dtype).removeprefix("torch."),

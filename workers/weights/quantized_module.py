@@ -88,7 +88,7 @@ def divided(
     for bound in (bound for each in ranges for bound in each):
         if bound % unit and bound != size:
             raise BadShape(
-                f"{module.name}: a rank's {what} end at {bound}, inside a unit of {unit} {what} "
-                f"({module.scheme.name}): use fewer tensor-parallel ranks"
+                f"{module.name}: a rank's {what} begin or end at {bound}, inside a unit of {unit} "
+                f"{what} ({module.scheme.name}): use fewer tensor-parallel ranks"
             )
     return tuple((first // unit, -(-last // unit)) for first, last in ranges)

@@ -75,20 +75,22 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         raise BadCheckpoint(f"{path} is missing: copy or download it again") from None
     except OSError as error:
         raise BadCheckpoint(
-            f"{path} cannot be read ({error.strerror}): check its permissions"
+            f"{path} cannot be read ({error.strerror}): check the file and its permissions"
         ) from None
 
 
 def _read_header(path: Path, file: BufferedReader, file_bytes: int) -> dict[str, TensorEntry]:
     length = int.from_bytes(file.read(8), "little")
     if file_bytes < 8 or length > MAX_HEADER_BYTES:
-        raise _broken(path, "it does not begin with the length of a header")
+        raise _broken(
+            path, f"it does not begin with a header length (8 bytes) of at most {MAX_HEADER_BYTES}"
+        )
     if 8 + length > file_bytes:
         raise _broken(path, f"it ends inside its header, at {file_bytes} bytes")
     try:
         header = json.loads(file.read(length), object_pairs_hook=_distinct)
     except (ValueError, RecursionError) as error:
-        raise _broken(path, f"its header is not valid JSON ({error})") from None
+        raise _broken(path, f"its header cannot be parsed as JSON ({error})") from None
     if not isinstance(header, dict):
         raise _broken(path, "its header is not a JSON object")
     header.pop("__metadata__", None)
@@ -98,7 +100,7 @@ def _read_header(path: Path, file: BufferedReader, file_bytes: int) -> dict[str,
 
 
 def _broken(path: Path, what: str) -> BadCheckpoint:
-    return BadCheckpoint(f"{path} is corrupt or half-copied: {what}. Copy or download it again")
+    return BadCheckpoint(f"{path} is corrupt or incomplete: {what}. Copy or download it again")
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -110,7 +112,7 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _entry(path: Path, name: str, fields: object, data_start: int) -> TensorEntry:
     if not isinstance(fields, dict):
-        raise _broken(path, f"the entry of tensor {name} is {fields!r:.80}, not an object")
+        raise _broken(path, f"the entry of tensor {name} is {fields!r:.80}: expected an object")
     dtype, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         raise _broken(path, f"tensor {name} has the unknown dtype {dtype!r:.80}")

@@ -54,8 +54,8 @@ def check_shape(spec: ModelSpec, mesh: Mesh) -> None:
     if spec.experts is not None and ep > spec.experts.num_experts:
         raise BadShape(f"ep {ep} is more than the model's {spec.experts.num_experts} experts")
     if spec.latent is None and spec.num_kv_heads % tp and tp % spec.num_kv_heads:
-        raise BadShape(f"tp {tp} neither divides the model's {spec.num_kv_heads} KV heads nor is "
-                       "a multiple of them")  # fmt: skip
+        raise BadShape(f"tp {tp} is neither a divisor nor a multiple of {spec.num_kv_heads}, the "
+                       "model's number of KV heads")  # fmt: skip
     if spec.qk_norm == "whole" and tp > 1:
         raise BadShape(f"tp {tp}: {spec.family} normalises all heads together, so it needs tp 1")
     for size, per, what in _cut_sizes(spec, mesh):

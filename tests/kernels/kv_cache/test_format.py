@@ -50,7 +50,9 @@ def test_a_slot_has_its_features_and_at_most_one_scale() -> None:
 
 @pytest.mark.parametrize("form", SCALED, ids=lambda form: form.name)
 def test_an_odd_number_of_features_is_refused(form: KvCacheFormat) -> None:
-    with pytest.raises(ValueError, match=f"{form.name} needs an even number .*, not 5; use auto"):
+    with pytest.raises(
+        ValueError, match=f"{form.name} needs an even number .*, not 5: set kv_cache_dtype"
+    ):
         form.slot_elements(5)
 
 

@@ -122,7 +122,7 @@ def test_gpu_without_tensor_cores_for_the_codes_is_weight_only_and_the_log_says_
         make_quantized(tmp_path / "float", FLOAT)
         load_model(tmp_path / "float", "float32", DEVICE, quantization="fp8")
         [record] = [each for each in caplog.records if "weight-only" in each.message]
-        assert "FP8 products are not available on this" in record.message
+        assert "FP8 matrix multiplication is not available on this" in record.message
 
 
 def test_deterministic_mode_needs_w8a8_products(tmp_path: Path) -> None:

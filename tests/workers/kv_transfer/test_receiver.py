@@ -147,17 +147,20 @@ def header(epoch: int, **other: Any) -> wire.FromSource:
 @pytest.mark.parametrize(
     ("first", "reason"),
     [
-        (introduction(protocol=9), "protocol 9, not 4"),
+        (introduction(protocol=9), "protocol 9 and this worker 4"),
         (introduction(layout="other"), "layouts differ"),
-        (introduction(layout="layout bfloat16"), "KV cache is of bfloat16, ours of float32"),
+        (
+            introduction(layout="layout bfloat16"),
+            "formats of the KV caches differ (bfloat16 and float32)",
+        ),
         (introduction(block_size=0), "block size of 0: expected"),
         (introduction(ranks=[]), "the peer has 0 ranks"),
         (
             introduction(ranks=[wire.Holding(last_layer=3, last_head=1)]),
             "both must have the same",
         ),
-        (introduction(worker=""), "must be an introduction"),
-        (wire.FromSource(end=wire.End(epoch=1)), "must be an introduction"),
+        (introduction(worker=""), "must be an Introduction"),
+        (wire.FromSource(end=wire.End(epoch=1)), "must be an Introduction"),
     ],
 )
 async def test_incompatible_source_is_refused_with_the_reason(
@@ -272,7 +275,7 @@ async def test_store_value_for_an_unknown_pair_fails_the_stream(side: Side) -> N
     await fake.call.write(wire.FromSource(value=wire.StoreValue(key="k", value=bytes(1 << 16))))
     await eventually(side, 1)
     assert side.results[0].epoch == epoch
-    assert "a store value of an unknown pair" in side.results[0].reason
+    assert "a store value that is too large or of an unknown rank pair" in side.results[0].reason
     await fake.close()
 
 

@@ -108,7 +108,7 @@ def test_groups_with_names_precede_the_group_of_all_linears() -> None:
             "squeezellm are not supported, because.*pickles.*compressed-tensors, fp8",
         ),
         ({"quant_method": "quip"}, "by quip are not supported: .*compressed-tensors, fp8"),
-        ({"bits": 4}, "an unnamed quant_method are not supported"),
+        ({"bits": 4}, "an unnamed method are not supported"),
         (FP8 | {"fmt": "e5m2"}, "fmt 'e5m2' is not supported: expected 'e4m3'"),
         (FP8 | {"scale_fmt": "ue8m0"}, "scale_fmt 'ue8m0'"),
         (

@@ -317,7 +317,7 @@ def test_expert_routing_methods(tmp_path: Path) -> None:
     [
         ({"architectures": ["GPT9LM"]}, "GPT9LM is not supported.*Llama.*Mistral.*Qwen2.*Qwen3"),
         ({"architectures": "absent"}, "expected a list of one name.*LlamaForCausalLM"),
-        (FALCON | {"alibi": True}, "ALiBi needs .* KV heads, not"),
+        (FALCON | {"alibi": True}, "ALiBi needs .* KV heads, as many"),
         (BLOOM | {"slow_but_exact": True}, "slow_but_exact True is not supported"),
         (BLOOM | {"apply_residual_connection_post_layernorm": True}, "residual_connection_post"),
         (MPT | {"attn_config": {"alibi": False}}, "attn_config.alibi False.* expected True"),
@@ -390,7 +390,10 @@ def test_unsupported_setting_is_named_in_the_error(
         ({"rope_scaling": {"rope_type": "linear"}}, "has no factor"),
         ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, "low_freq_factor"),
         ({"rope_scaling": LONG | {"long_factor": [1, "x", 3]}}, "long_factor is .*numbers"),
-        ({"rope_scaling": LONG | {"long_factor": [1.0] * 3}}, "rope_scaling .*4 factors"),
+        (
+            {"rope_scaling": LONG | {"long_factor": [1.0] * 3}},
+            "longrope.* has 3 factors: expected 4",
+        ),
         ({"rope_scaling": LONG | {"factor": -1}}, "factor is -1"),
         ({"rope_scaling": {"type": "yarn", "beta_fast": 0}}, "beta_fast is 0"),
         (PHI3 | {"partial_rotary_factor": 0.4}, "partial_rotary_factor is 0.4.*even"),
@@ -402,7 +405,7 @@ def test_unsupported_setting_is_named_in_the_error(
                 "use_sliding_window": True,
                 "layer_types": ["full_attention"],
             },
-            "layer_types.*a list of num_hidden_layers entries",
+            "layer_types.*a list of . entries .num_hidden_layers",
         ),
         (
             {
@@ -424,9 +427,9 @@ def test_invalid_value_is_named_in_the_error(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (b"{", "not valid JSON"),
-        (b"\xff\xfe", "not valid JSON"),
-        (b"[" * 100_000, "not valid JSON"),
+        (b"{", "cannot be parsed as JSON"),
+        (b"\xff\xfe", "cannot be parsed as JSON"),
+        (b"[" * 100_000, "cannot be parsed as JSON"),
         (b"[1]", "no JSON object"),
     ],
 )

@@ -243,10 +243,12 @@ def test_layouts_of_different_cache_dtypes_do_not_match(checkpoint: Path) -> Non
         make_engine(checkpoint, kv_cache_dtype=name).layout
         for name in ("float32", "bfloat16", *SCALED)
     )
-    expected = "its KV cache is of fp8, ours of int8: use the same kv_cache_dtype"
+    expected = "the formats of the KV caches differ (fp8 and int8): use the same kv_cache_dtype"
     assert layout_mismatch(*codes) == expected
     assert layout_mismatch(wide, wide) == ""
-    expected = "its KV cache is of bfloat16, ours of float32: use the same kv_cache_dtype"
+    expected = (
+        "the formats of the KV caches differ (bfloat16 and float32): use the same kv_cache_dtype"
+    )
     assert layout_mismatch(narrow, wide) == expected
     assert "the same model" in layout_mismatch(
         make_engine(checkpoint, dtype="bfloat16").layout, narrow
@@ -302,7 +304,7 @@ async def test_kv_transfers_require_equal_cache_dtypes(
                 await moving.submit(layout=pools.decode.welcome.layout)
                 await moving.send()
                 failed = await pools.decode.message("failed", moving.request)
-            assert f"KV cache is of {name}, ours of {other}" in failed.reason + caplog.text
+            assert f"KV caches differ ({name} and {other})" in failed.reason + caplog.text
         await pools.close()
     for worker in workers.values():
         await worker.stop()

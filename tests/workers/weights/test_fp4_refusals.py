@@ -68,17 +68,17 @@ def bytes_of(text: bytes) -> torch.Tensor:
         (
             "nvfp4",
             replaced(f"{DOWN}.weight_global_scale", torch.zeros(1)),
-            f"tensor {DOWN}.weight_global_scale is 0.0, not a finite number above 0",
+            f"tensor {DOWN}.weight_global_scale is 0.0: expected a finite number above 0",
         ),
         (
             "nvfp4-modelopt",
             replaced(f"{DOWN}.weight_scale_2", torch.tensor(torch.inf)),
-            f"tensor {DOWN}.weight_scale_2 is inf, not a finite number of at least 0",
+            f"tensor {DOWN}.weight_scale_2 is inf: expected a finite number of at least 0",
         ),
         (
             "nvfp4-modelopt",
             replaced(f"{DOWN}.weight_scale", torch.ones(192, 20, dtype=torch.uint8)),
-            f"{DOWN}.weight_scale is U8, not one of F8_E4M3",
+            f"{DOWN}.weight_scale has dtype U8: expected F8_E4M3",
         ),
         (
             "bitsandbytes-nf4-nested",
@@ -93,7 +93,7 @@ def bytes_of(text: bytes) -> torch.Tensor:
         (
             "bitsandbytes-nf4-nested",
             replaced(STATE, bytes_of(b"[1")),
-            f"tensor {STATE} contains no JSON object",
+            f"tensor {STATE} contains no valid JSON object",
         ),
         (
             "bitsandbytes-nf4-nested",

@@ -74,7 +74,7 @@ def removed(name: str) -> Callable[[Tensors], object]:
         (
             "fp8-blocks",
             replaced(f"{Q}.weight_scale_inv", torch.ones(2, 2, dtype=torch.int8)),
-            f"{Q}.weight_scale_inv is I8, not one of F32",
+            f"{Q}.weight_scale_inv has dtype I8: expected F32",
         ),
         ("fp8-blocks", replaced(f"{Q}.zeros", torch.ones(2)), f"unexpected tensor {Q}.zeros"),
         (
@@ -87,7 +87,7 @@ def removed(name: str) -> Callable[[Tensors], object]:
         (
             "gptq-4-act-order",
             replaced(f"{DOWN}.g_idx", torch.full((320,), 10, dtype=torch.int32)),
-            f"tensor {DOWN}.g_idx names groups 10 to 10, but the module has groups 0 to 9",
+            f"tensor {DOWN}.g_idx has group numbers from 10 to 10: expected 0 to 9",
         ),
         (
             "gptq-4-act-order",
@@ -102,7 +102,7 @@ def removed(name: str) -> Callable[[Tensors], object]:
         (
             "packed-4-groups",
             replaced(f"{DOWN}.weight_packed", torch.ones(192, 40, dtype=torch.uint8)),
-            f"{DOWN}.weight_packed is U8, not one of I32",
+            f"{DOWN}.weight_packed has dtype U8: expected I32",
         ),
     ],
 )
@@ -125,7 +125,7 @@ def test_wrong_tensors_are_named(
         (
             "awq",
             {"group_size": 128},
-            "has 192 inputs, which is not a multiple of the group size 128",
+            "has 192 inputs: expected a multiple of 128, the group size",
         ),
         (
             "packed-4-groups",
@@ -205,7 +205,10 @@ def test_products_that_the_device_lacks_are_logged_once(
     load_model(made["fp8-tensor-static"], "auto", CPU)
     load_model(made["awq"], "auto", CPU)
     [record] = [each for each in caplog.records if "weight-only" in each.message]
-    assert "FP8 products are not available for fp8 per tensor on cpu with float32" in record.message
+    assert (
+        "FP8 matrix multiplication is not available for fp8 per tensor on cpu with float32"
+        in record.message
+    )
 
 
 @pytest.mark.parametrize("name", ["int8-asymmetric", "int8-groups"])
@@ -216,7 +219,7 @@ def test_w8a8_that_no_kernel_multiplies_is_logged(
     group["input_activations"] = {"num_bits": 8, "type": "int", "symmetric": True}
     load_model(changed(made[name], tmp_path, same, config_groups={"group_0": group}), "auto", CPU)
     [record] = [each for each in caplog.records if "weight-only" in each.message]
-    assert "INT8 products are not available for int8 int8" in record.message
+    assert "INT8 matrix multiplication is not available for int8 int8" in record.message
     assert ("with zero points" in record.message) == (name == "int8-asymmetric")
 
 

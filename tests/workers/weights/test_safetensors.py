@@ -58,9 +58,9 @@ def test_tensors_written_by_the_library_are_read_back(
 @pytest.mark.parametrize(
     ("header", "message"),
     [
-        (b"{", "not valid JSON"),
-        (b"[" * 100_000, "not valid JSON"),
-        (b"\xff", "not valid JSON"),
+        (b"{", "cannot be parsed as JSON"),
+        (b"[" * 100_000, "cannot be parsed as JSON"),
+        (b"\xff", "cannot be parsed as JSON"),
         (b'{"a": {}, "a": {}}', "twice"),
         ([], "not a JSON object"),
         ({"a": 5}, "tensor a"),
@@ -92,7 +92,7 @@ def test_invalid_header_is_refused(tmp_path: Path, header: Any, message: str) ->
 @pytest.mark.parametrize("length", [101 << 20, 2**64 - 1])
 def test_oversized_header_length_is_refused(tmp_path: Path, length: int) -> None:
     path = write(tmp_path / "x.safetensors", {}, length=length)
-    with pytest.raises(BadCheckpoint, match="length of a header"):
+    with pytest.raises(BadCheckpoint, match="header length"):
         read_header(path)
 
 
@@ -158,7 +158,7 @@ def test_header_of_the_largest_size_is_refused_in_bounded_time(
     header = nesting * (safetensors.MAX_HEADER_BYTES // len(nesting))
     path = write(tmp_path / "x.safetensors", header)
     began = time.thread_time()
-    with pytest.raises(BadCheckpoint, match="not valid JSON"):
+    with pytest.raises(BadCheckpoint, match="cannot be parsed as JSON"):
         read_header(path)
     assert time.thread_time() - began < MAX_CPU_SECONDS
 

@@ -127,7 +127,7 @@ def test_mla_cache_rows_are_on_every_rank(models: dict[str, Path]) -> None:
 @pytest.mark.parametrize(
     ("name", "shape", "changes", "message"),
     [
-        ("llama", (3, 1, 1), {}, "tp 3 neither divides the model's 2 KV heads nor"),
+        ("llama", (3, 1, 1), {}, "tp 3 is neither a divisor nor a multiple of 2"),
         ("llama", (8, 1, 1), {}, "tp 8 does not divide the model's 4 attention heads"),
         ("llama", (1, 6, 1), {}, "pp 6 is more than the model's 5 layers"),
         ("llama", (2, 1, 2), {}, "ep 2 cannot be used with a model without experts"),

@@ -144,7 +144,7 @@ def _load(folder: Path, dtype: torch.dtype) -> Any:
             output_loading_info=True,
         )
     except Exception as error:  # invalid files can raise any exception in `transformers`
-        raise Unsupported(f"transformers cannot load it: {_first_line(error)}") from None
+        raise Unsupported(f"transformers cannot load the model: {_first_line(error)}") from None
     # `transformers` fills missing and mismatched weights with random values
     for kind in ("missing_keys", "mismatched_keys"):
         if report[kind]:

@@ -82,10 +82,11 @@ class RecordingAttention:
 
     def _record(self, module: Any, heads: Qkv, mask: object, options: dict[str, Any]) -> None:
         layer = getattr(module, "layer_idx", None)
-        if type(layer) is not int or layer in self.calls:
+        if type(layer) is not int:
+            raise Unsupported(f"the layer_idx of a layer is {layer!r:.40}: expected a number")
+        if layer in self.calls:
             raise Unsupported(
-                f"layer {layer!r:.40} has no number, or calls the attention function more than "
-                "once: expected one call from each numbered layer"
+                f"layer {layer} calls the attention function more than once: expected one call"
             )
         window = _window_of(module, mask, options)
         check_options(module, options)
@@ -94,8 +95,8 @@ class RecordingAttention:
         if heads.values.shape[1] != num_kv_heads or num_heads % num_kv_heads:
             raise Unsupported(
                 f"layer {layer} has {num_heads} query heads, {num_kv_heads} key heads and "
-                f"{heads.values.shape[1]} value heads: expected as many value heads as key heads, "
-                "and a multiple of this number of query heads"
+                f"{heads.values.shape[1]} value heads: expected equal numbers of key and value "
+                "heads that divide the number of query heads"
             )
         head_dim = max(heads.keys.shape[2], heads.values.shape[2])
         self.calls[layer] = AttentionCall(num_heads, num_kv_heads, head_dim, window)
@@ -216,7 +217,7 @@ def check_layers(calls: dict[int, AttentionCall], num_layers: int) -> list[Atten
         if most % call.num_kv_heads or call.num_heads % most:
             raise Unsupported(
                 f"layer {layer} has {call.num_heads} query heads and {call.num_kv_heads} KV heads, "
-                f"but another layer has {most} KV heads: expected a multiple of the layer's "
-                f"{call.num_kv_heads} KV heads that divides its {call.num_heads} query heads"
+                f"but another layer has {most} KV heads: {most} must be a multiple of "
+                f"{call.num_kv_heads} and a divisor of {call.num_heads}"
             )
     return found

@@ -128,7 +128,7 @@ class GgufEntry(TensorEntry):
         file.seek(self.start + first * row_bytes)
         if file.readinto(buffer) != len(buffer):
             raise BadCheckpoint(
-                f"{self.path} is corrupt or half-copied: it ends inside tensor {self.own_name}. "
+                f"{self.path} is corrupt or incomplete: it ends inside tensor {self.own_name}. "
                 "Copy or download it again"
             )
         blocks = torch.frombuffer(buffer, dtype=torch.uint8).to(device)
@@ -177,7 +177,8 @@ def _entry(spec: ModelSpec, name: str, tensor: GgufTensor, is_paired: bool) -> G
     path = tensor.path
     if len(tensor.shape) > 2 or (len(tensor.shape) == 1 and tensor.type.block_items > 1):
         raise BadCheckpoint(
-            f"{path}: tensor {tensor.name} is {tensor.type.name} {list(tensor.shape)}, not a matrix"
+            f"{path}: tensor {tensor.name} has type {tensor.type.name} and shape "
+            f"{list(tensor.shape)}: expected a matrix, or a vector of a float type"
         )
     query_or_key = tuple(f".{part}" for part in spec.names.qkv[:2]) if is_paired else ()
     owner = name.rpartition(".")[0]

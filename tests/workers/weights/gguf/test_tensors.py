@@ -253,7 +253,7 @@ def test_fingerprint_covers_metadata_weights_and_all_parts(wide: Path, tmp_path:
     [
         ("drop", r"lacks tensor blk\.1\.ffn_up\.weight \(the metadata says llama, 2 layers\)"),
         ("add", r"has the unexpected tensor blk\.7\.ffn_up\.weight"),
-        ("vector", r"tensor blk\.1\.ffn_up\.weight is Q8_0 \[256\], not a matrix"),
+        ("vector", r"ffn_up\.weight has type Q8_0 and shape \[256\]: expected a matrix"),
         ("shape", r"tensor blk\.1\.ffn_up\.weight has shape \[511, 256\], but .* \[512, 256\]"),
     ],
 )
