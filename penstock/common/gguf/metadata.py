@@ -91,7 +91,7 @@ class Metadata:
             )
         (same,) = found
         if type(same) is not int or not 0 < same <= MAX_SIZE:
-            raise self.bad(key, "an array of positive whole numbers")
+            raise self.bad(key, f"an array of whole numbers from 1 to {MAX_SIZE}")
         return same
 
     def number(self, key: str, default: float | None = None) -> float:

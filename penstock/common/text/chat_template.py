@@ -118,7 +118,7 @@ class ChatTemplate:
         except Exception as error:
             kind = type(error).__name__
             raise ChatTemplateError(
-                f"it raises {kind} for these messages: check the roles and the order of messages"
+                f"it cannot render these messages ({kind}): check the messages' roles and order"
             ) from error
 
 
