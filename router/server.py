@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import json
 import secrets
 import socket
@@ -255,9 +256,11 @@ def listen(host: str, port: int) -> socket.socket:
         listener.setblocking(False)
     except OSError as error:
         listener.close()
+        action = "choose another host or port"
+        if error.errno == errno.EADDRINUSE:
+            action = "stop the process that uses the port, or choose another port"
         raise PortInUseError(
-            f"cannot listen on {host} port {port}: {error.strerror}. "
-            "Choose another port, or stop the process that uses it"
+            f"cannot listen on {host} port {port}: {error.strerror}; {action}"
         ) from error
     return listener
 

@@ -60,7 +60,7 @@ async def test_a_worker_gets_another_role_and_the_status_shows_it(
             "decode-0",
             "mixed",
             "open-sesame",
-            "has the role user, but this call needs the role operator (HTTP 403)",
+            "has the role 'user', but this call needs the role 'operator' (HTTP 403)",
         ),
         ("decode-0", "mixed", "close-sesame", "no valid API key"),
     ],

@@ -63,7 +63,7 @@ class ApiKeys:
                 raise ServingError(
                     Code.FORBIDDEN,
                     "only operators may make this call, and the server has no API keys: configure "
-                    "a key with the role operator, or bind the server to loopback",
+                    "a key with the role 'operator', or bind the server to loopback",
                 )
             return Caller(ANONYMOUS, "")
         scheme, _, key = (header or "").partition(" ")
@@ -77,8 +77,8 @@ class ApiKeys:
         if found[0].role not in roles:
             raise ServingError(
                 Code.FORBIDDEN,
-                f"the API key {found[0].name!r} has the role {found[0].role}, but this call needs "
-                f"the role {' or '.join(sorted(roles))}",
+                f"the API key {found[0].name!r} has the role {found[0].role!r}, but this call "
+                f"needs the role {' or '.join(map(repr, sorted(roles)))}",
             )
         return Caller(found[0].name, _tenant(offered), found[0].role)
 

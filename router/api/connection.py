@@ -189,7 +189,10 @@ class BoundedConnection(HttpToolsProtocol):
         while rest and not (self._ignores_input or self.transport.is_closing()):
             available = self.limits.max_head_bytes - self._raw_bytes
             if available <= 0:
-                self._end_malformed("the request's head or trailer is too large")
+                self._end_malformed(
+                    "the head or the trailer of the request exceeds "
+                    f"{self.limits.max_head_bytes} bytes"
+                )
                 return
             part, rest = rest[:available], rest[available:]
             self._raw_bytes += len(part)

@@ -179,7 +179,7 @@ class InferenceApi:
             case "chat":
                 tokens = await self._encode_chat(request.chat, tenant)
             case _:
-                raise invalid("the input is empty: set text or chat", "input")
+                raise invalid("the input is empty: set 'text' or 'chat'", "input")
         return await _tokenize_reply(tokens, self._frontend.model.max_model_len)
 
     async def detokenize(
@@ -218,7 +218,7 @@ class InferenceApi:
                 return list(request.tokens.ids)
             case "chat":
                 return await self._encode_chat(request.chat, tenant)
-        raise invalid("the prompt is empty: set text, tokens or chat", "prompt")
+        raise invalid("the prompt is empty: set 'text', 'tokens' or 'chat'", "prompt")
 
     async def _encode_chat(self, chat: pb.Chat, tenant: str) -> list[int]:
         bounds = self._frontend.config.bounds

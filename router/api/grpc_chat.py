@@ -75,8 +75,8 @@ def _message(message: pb.ChatMessage) -> dict[str, Any]:
     if message.content_list:
         if message.content:
             raise invalid(
-                f"a message with the role {message.role!r} has both content and content_list: set "
-                "only one",
+                f"a message with the role {message.role!r} has both 'content' and 'content_list': "
+                "set only one of them",
                 "messages",
             )
         found["content"] = [_text_of(each) for each in message.content_list]
@@ -103,7 +103,7 @@ def _message(message: pb.ChatMessage) -> dict[str, Any]:
 
 def _text_of(given: pb.ContentPart) -> dict[str, str]:
     if given.WhichOneof("part") != "text":
-        raise invalid("a content part of a message has no text: set text", "messages")
+        raise invalid("a content part of a message has no text: set the field 'text'", "messages")
     return {"type": "text", "text": given.text}
 
 

@@ -168,7 +168,7 @@ class HelperPool:
         if self._is_closed:
             return
         if not settings.done.done():
-            _refuse(settings, self._refusal(settings, cause))
+            _refuse(settings, self._refusal(settings, cause, "use a simpler template"))
             return
         if jobs and (cause is not Cause.OTHER or jobs[0].was_tried):
             job = jobs.popleft()
@@ -204,7 +204,9 @@ class HelperPool:
                         _refuse(job, _unavailable())
             await asyncio.sleep(RETRY_SECONDS)
 
-    def _refusal(self, job: Job, cause: Cause) -> ServingError:
+    def _refusal(
+        self, job: Job, cause: Cause, action: str = "send a smaller request"
+    ) -> ServingError:
         limits = self._limits
         match cause:
             case Cause.CPU_TIME:
@@ -215,7 +217,7 @@ class HelperPool:
                 why = f"needs more than {limits.memory_bytes >> 20} MiB of memory"
             case Cause.OTHER:
                 return _unavailable()
-        return invalid(f"{job.name} {why}: send a smaller request", job.param)
+        return invalid(f"{job.name} {why}: {action}", job.param)
 
 
 def _refuse(job: Job, error: ServingError) -> None:

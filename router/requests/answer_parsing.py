@@ -95,11 +95,10 @@ class ModelParsers:
         """
         tags, end = self._parsers.tags, self._reasoning_end()
         if tags is None or end is None:
-            raise invalid(
-                f"{NAME} is not supported, because this model does not reason, or no single token "
-                f"ends its reasoning: leave out {NAME}",
-                NAME,
-            )
+            reason = "this model does not reason"
+            if tags is not None:
+                reason = "no single token ends the reasoning of this model"
+            raise invalid(f"{NAME} is not supported, because {reason}: leave out {NAME}", NAME)
         if tags.are_open(_prompt_end(self._tokenizer, prompt)):
             return ThinkingBudget(num_tokens, end)
         start = self._tokenizer.encode(tags.start, add_special_tokens=False)
@@ -117,7 +116,7 @@ class ModelParsers:
         """Refuse a request with tools if the format of the model's calls is unknown."""
         if not self._parsers.reads_tools:
             raise invalid(
-                "the format of this model's tool calls is unknown: leave tools out, or start the "
+                "the format of this model's tool calls is unknown: leave out 'tools', or start the "
                 "server with --tool-call-parser",
                 "tools",
             )
@@ -150,8 +149,8 @@ class ModelParsers:
         form = strict_form(calls, grammar_of)
         if form is None:
             raise invalid(
-                "strict is not supported for the calls of this model, whose format is "
-                f"{self._parsers.tools}: set strict to false, or set tool_choice to required",
+                "'strict' is not supported for the calls of this model, whose format is "
+                f"{self._parsers.tools}: set 'strict' to false, or tool_choice to 'required'",
                 "tools",
             )
         return form

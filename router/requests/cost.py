@@ -137,9 +137,11 @@ def _check(cost: int, sampling: SamplingParams, num_prompts: int, bounds: Reques
     if cost <= bounds.max_request_cost:
         return
     name = _costly_field(sampling, num_prompts)
+    action = "send fewer prompts" if name == "prompt" else f"reduce {name}"
     raise invalid(
-        f"the call costs {number_text(cost)}; at most {bounds.max_request_cost} is allowed (cost: "
-        f"prompts x n x (max_tokens + echoed prompt tokens) x (1 + logprobs)): reduce {name}",
+        f"the call costs {number_text(cost)}; at most {bounds.max_request_cost} is allowed (the "
+        "cost counts the tokens of all answers, echoed prompt tokens and log probabilities): "
+        f"{action}",
         name,
     )
 

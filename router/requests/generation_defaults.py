@@ -98,8 +98,9 @@ def _number(path: Path, found: Mapping[str, Any], name: str, kinds: tuple[type, 
     value = found.get(name)
     if value is None or (isinstance(value, kinds) and not isinstance(value, bool)):
         return value
-    raise _wrong(path, f"{name} is {value_text(value)}, not a number")
+    expected = "a number" if float in kinds else "a whole number"
+    raise _wrong(path, f"{name} is {value_text(value)}: expected {expected}")
 
 
 def _wrong(path: Path, why: str) -> ValueError:
-    return ValueError(f"{path}: {why}; set generation_config to none to ignore this file")
+    return ValueError(f"{path}: {why}; set generation_config to 'none' to ignore this file")

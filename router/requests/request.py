@@ -77,7 +77,7 @@ def check_timeout(seconds: float) -> None:
     """Refuse a time limit that is not positive and finite."""
     if not (seconds > 0 and math.isfinite(seconds)):
         raise invalid(
-            f"the timeout must be a positive number of seconds, not {seconds:g}", "timeout"
+            f"the timeout must be a finite number of seconds above 0, not {seconds:g}", "timeout"
         )
 
 

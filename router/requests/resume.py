@@ -55,22 +55,22 @@ def check_resume_state(
             )
         if known.finish not in FINISHES:
             raise invalid(
-                "finish_reason in resume_from must be stop, length or empty, not "
+                "finish_reason in resume_from must be 'stop', 'length' or empty, not "
                 f"{known.finish[:40]!r}",
                 "resume_from",
             )
         if len(known.tokens) > max_tokens:
             raise invalid(
                 f"resume_from has {len(known.tokens)} tokens of choice {choice}, but the answer "
-                f"may have at most {number_text(max_tokens)}",
+                f"may have at most {number_text(max_tokens)} tokens",
                 "resume_from",
             )
         check_vocabulary(known.tokens, model, "resume_from")
     is_begun = any(known.tokens for known in request.resume_from.values())
     if is_begun and sampling.temperature > 0 and sampling.seed is None:
         raise invalid(
-            "resume_from has sampled tokens, but seed is not set: set the seed that came with the "
-            "tokens",
+            "resume_from has sampled tokens, but 'seed' is not set: set 'seed' to the value that "
+            "came with the tokens",
             "seed",
         )
 
@@ -132,6 +132,6 @@ async def _resume(
 def _continues_past_stop(choice: int, num_tokens: int) -> ServingError:
     return invalid(
         f"resume_from has tokens after a stop string, which ends choice {choice} after "
-        f"{num_tokens} tokens: leave out the tokens after it",
+        f"{num_tokens} tokens: leave out the later tokens",
         "resume_from",
     )

@@ -54,12 +54,14 @@ def read_tool_choice(given: object, tools: Sequence[Mapping[str, Any]]) -> ToolC
             chosen = ToolChoice("named", name)
         case _:
             raise invalid(
-                "tool_choice must be none, auto, required or "
+                "tool_choice must be 'none', 'auto', 'required' or "
                 f'{{"type": "function", "function": {{"name": ...}}}}, not {value_text(given)}',
                 "tool_choice",
             )
     if not tools:
-        raise invalid("tool_choice needs tools: set tools, or leave out tool_choice", "tool_choice")
+        raise invalid(
+            "tool_choice needs tools: set 'tools', or leave out tool_choice", "tool_choice"
+        )
     if chosen.name and chosen.name not in {tool["function"]["name"] for tool in tools}:
         raise invalid(
             f"tool_choice names {chosen.name[:80]!r}, but tools has no function of this name: name "
@@ -76,8 +78,7 @@ def check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
         where = f"tools.{index}"
         if tool.get("type") != "function":
             raise invalid(
-                f"{where}.type must be function, not {tool.get('type')!r:.40}: send functions only",
-                "tools",
+                f"{where}.type must be 'function', not {value_text(tool.get('type'))}", "tools"
             )
         function = tool.get("function")
         if not isinstance(function, dict):
@@ -98,7 +99,7 @@ def check_name(name: object, where: str, names: set[str]) -> None:
     """
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise invalid(
-            f"{where} must have 1 to 128 letters, digits or characters of _.:/-, but is "
+            f"{where} must have 1 to 128 letters, digits or characters of '_.:/-', but is "
             f"{name!r:.140}",
             "tools",
         )

@@ -144,7 +144,8 @@ class WorkerLinks:
             log.warning(
                 "worker %s and worker %s cannot exchange KV blocks and recompute prompts "
                 "instead: their cache layouts differ (%s, %s); give both the same dtype, "
-                "kv_cache_dtype and deterministic setting",
+                "kv_cache_dtype, quantization and deterministic setting (in deterministic mode "
+                "also the same tp, pp, ep, block_size and kind of device)",
                 *(welcome.worker, other.worker),
                 *(each.layout.rpartition(" ")[2] for each in (welcome, other)),
             )

@@ -119,9 +119,12 @@ class WorkerLink:
                 pb.StepsRequest(), metadata=self._metadata(), timeout=STEPS_SECONDS
             )
             return step_columns(found)
-        except (grpc.aio.AioRpcError, ValueError) as error:
-            log.warning("worker %s sent no step records: %s", self.worker, error)
-            return None
+        except grpc.aio.AioRpcError as error:
+            why = f"{error.code().name}: {error.details()}"
+        except ValueError as error:
+            why = str(error)
+        log.warning("worker %s sent no valid step records: %s", self.worker, why)
+        return None
 
     def close(self, reason: str) -> None:
         """Close the stream. The link opens a new one after a backoff."""
@@ -203,8 +206,10 @@ class WorkerLink:
     def _accept_welcome(self, first: pb.ToRouter | object) -> None:
         if first is grpc.aio.EOF or not isinstance(first, pb.ToRouter):
             raise LinkBroken("the worker closed the stream before its Welcome message")
-        welcome = first.welcome
-        if first.WhichOneof("body") != "welcome" or welcome.protocol != codec.PROTOCOL_VERSION:
+        welcome, kind = first.welcome, first.WhichOneof("body")
+        if kind != "welcome":
+            raise LinkBroken(f"expected a Welcome message from the worker, received {kind!r}")
+        if welcome.protocol != codec.PROTOCOL_VERSION:
             raise LinkBroken(
                 f"the worker uses version {welcome.protocol} of the protocol, and this router uses "
                 f"version {codec.PROTOCOL_VERSION}: run router and workers from one release"
@@ -240,7 +245,7 @@ class WorkerLink:
                 )
             if message.number != expected:
                 raise LinkBroken(
-                    f"message {expected} from the worker is missing: got message {message.number}"
+                    f"expected message {expected} from the worker, received {message.number}"
                 )
             expected += 1
             # The cache events are posted before the Step event. The load in the Step event may

@@ -327,7 +327,7 @@ async def test_errors_have_openais_form(model: ResponsesModel) -> None:
     with pytest.raises(openai.BadRequestError) as refusal:
         await model("x", input=[{"role": "user", "content": [{"type": "input_image"}]}])
     assert refusal.value.param == "input"
-    assert message_of(refusal.value).startswith("input.0: content of type 'input_image'")
+    assert message_of(refusal.value).startswith("input.0: content parts of type 'input_image'")
     with pytest.raises(openai.NotFoundError):
         await model("x", model="other")
     with pytest.raises(openai.BadRequestError) as refusal:

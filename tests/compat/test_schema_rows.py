@@ -80,7 +80,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "structured_outputs must have exactly one of",
     ),
     ({"structured_outputs": {"xml": "a"}}, "structured_outputs", "structured_outputs.xml"),
-    ({"structured_outputs": {"regex": 5}}, "structured_outputs", "regex must be str"),
+    ({"structured_outputs": {"regex": 5}}, "structured_outputs", "regex must be a string"),
     ({"structured_outputs": {"regex": "("}}, "structured_outputs", "structured_outputs"),
     ({"guided_regex": "(?=a)b"}, "guided_regex", "guided_regex"),
     ({"guided_grammar": "start: missing"}, "guided_grammar", "missing"),

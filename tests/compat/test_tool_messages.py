@@ -101,7 +101,7 @@ def function(**more: Any) -> list[Any]:
 
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
-    ({"tools": [{"type": "custom"}]}, "tools", "tools.0.type must be function, not 'custom'"),
+    ({"tools": [{"type": "custom"}]}, "tools", "tools.0.type must be 'function', not 'custom'"),
     ({"tools": [{"type": "function"}]}, "tools", "tools.0.function must be an object"),
     ({"tools": function(name="")}, "tools", "tools.0.function.name must have 1 to 128"),
     ({"tools": function(name="a b")}, "tools", "tools.0.function.name must have 1 to 128"),
@@ -115,7 +115,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"documents": [{}] * 1025}, "documents", "documents takes at most 1024 documents, not 1025"),
     ({"documents": ["x"]}, "documents", "documents.0: Input should be"),
     ({"tool_choice": "required"}, "tool_choice", "tool_choice needs tools"),
-    ({"tools": [ADD], "tool_choice": "any"}, "tool_choice", "tool_choice must be none, auto,"),
+    ({"tools": [ADD], "tool_choice": "any"}, "tool_choice", "tool_choice must be 'none', 'auto',"),
     (
         {"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "g"}}},
         "tool_choice",

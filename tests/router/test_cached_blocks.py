@@ -53,9 +53,7 @@ async def test_gap_leads_to_a_request_for_a_snapshot_and_one_log_line(
             await until(lambda: worker.num_resyncs)
         assert indexed(served) == 0
         (line,) = [each.getMessage() for each in caplog.records if "cached" in each.getMessage()]
-        assert line.startswith(
-            "worker w0: cache change 6 is missing: the first change received is 8;"
-        )
+        assert line.startswith("worker w0: expected cache change 6, received 8;")
         worker.send(snapshot(worker, [1, 2, 9], 10))
         await until(lambda: indexed(served) == 3)
         assert worker.num_resyncs == 1

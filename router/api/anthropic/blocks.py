@@ -146,8 +146,11 @@ def texts_of(content: str | Sequence[Any] | None, where: str) -> list[str]:
 
 def unsupported(block: Any, where: str, *supported: str) -> ServingError:
     """Return the error for a block whose type is not supported at the path `where`."""
-    kind, sent = block.type[:40], " or ".join(supported)
-    return invalid(f"{where}: {kind!r} blocks are not supported here: send {sent}", _field(where))
+    kind, expected = block.type[:40], " or ".join(map(repr, supported))
+    return invalid(
+        f"{where}: a block of type {kind!r} is not supported here: expected the type {expected}",
+        _field(where),
+    )
 
 
 def count_blocks(messages: object, system: object) -> tuple[int, int]:

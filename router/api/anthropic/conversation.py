@@ -59,8 +59,8 @@ def continues_last(messages: Sequence[Message]) -> bool:
     where, last = blocks[-1] if blocks else ("messages", "")
     if not isinstance(last, str | TextBlock):
         raise invalid(
-            f"{where}: the last message has the role assistant, and the answer continues its text: "
-            "end the message with a text block",
+            f"{where}: the answer continues the last message, which has the role 'assistant': end "
+            "this message with a block of type 'text'",
             "messages",
         )
     return True

@@ -82,8 +82,8 @@ class CountTokensBody(ChatBody):
                 )
         if continues_last(self.messages) and self._forces_calls:
             raise invalid(
-                "a tool_choice of type any or tool cannot be used if the last message has the role "
-                "assistant: end messages with the role user",
+                "tool_choice.type 'any' or 'tool' cannot be used if the last message has the role "
+                "'assistant': add a 'user' message at the end of messages",
                 "tool_choice",
             )
 

@@ -29,10 +29,14 @@ class Thinking(ClosedModel):
         budget, field = self.budget_tokens, "thinking"
         if (self.type == "enabled") != (budget is not None):
             rule = "requires" if budget is None else "does not allow"
-            raise invalid(f"thinking.type {self.type!r} {rule} thinking.budget_tokens", field)
+            action = "set" if budget is None else "leave out"
+            raise invalid(
+                f"thinking.type {self.type!r} {rule} thinking.budget_tokens: {action} this field",
+                field,
+            )
         if self.type == "disabled" and self.display is not None:
             raise invalid(
-                "thinking.type 'disabled' does not allow thinking.display: leave out display",
+                "thinking.type 'disabled' does not allow thinking.display: leave it out",
                 field,
             )
         if budget is not None and budget < MIN_BUDGET:
@@ -60,13 +64,13 @@ class Thinking(ClosedModel):
         if self.type == "enabled" and not reasons:
             raise invalid(
                 "thinking.type 'enabled' is not supported, because this model does not reason: "
-                "leave out thinking",
+                "leave out 'thinking'",
                 "thinking",
             )
         if self.type == "disabled" and reasons:
             raise invalid(
                 "thinking.type 'disabled' is not supported, because this model's chat template "
-                "cannot disable reasoning: leave out thinking",
+                "cannot disable reasoning: leave out 'thinking'",
                 "thinking",
             )
 

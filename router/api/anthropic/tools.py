@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Discriminator, Field, Tag
 
+from penstock.common.value_text import value_text
 from penstock.router.api.anthropic.blocks import CacheControl, ClosedModel
 from penstock.router.api.generation.strict_model import FreeObjects, StrictModel
 from penstock.router.errors import invalid
@@ -41,11 +42,13 @@ class Tool(ClosedModel):
     def check_fields(self, where: str) -> None:
         """Refuse unsupported values. `where` is the tool's path in the body."""
         if (kind := self.input_schema.get("type")) != "object":
-            raise invalid(f"{where}.input_schema.type must be 'object', not {kind!r:.40}", "tools")
+            raise invalid(
+                f"{where}.input_schema.type must be 'object', not {value_text(kind)}", "tools"
+            )
         if self.eager_input_streaming is False:
             raise invalid(
-                f"{where}.eager_input_streaming is false, but inputs are always streamed as they "
-                "are generated: leave it out",
+                f"{where}.eager_input_streaming cannot be false, because inputs are always "
+                "streamed as they are generated: leave it out",
                 "tools",
             )
         if self.defer_loading:
@@ -96,15 +99,21 @@ class ToolChoiceParam(ClosedModel):
         """Refuse a choice that does not fit the tools with these names."""
         if (self.type == "tool") != (self.name is not None):
             rule = "requires" if self.name is None else "does not allow"
-            raise invalid(f"tool_choice of type {self.type} {rule} tool_choice.name", "tool_choice")
+            action = "set" if self.name is None else "leave out"
+            raise invalid(
+                f"tool_choice.type {self.type!r} {rule} tool_choice.name: {action} this field",
+                "tool_choice",
+            )
         if self.type == "none" and self.disable_parallel_tool_use is not None:
             name = "tool_choice.disable_parallel_tool_use"
             raise invalid(
-                f"tool_choice of type none does not allow {name}: leave it out", "tool_choice"
+                f"tool_choice.type 'none' does not allow {name}: leave it out", "tool_choice"
             )
         if self.is_forced and not names:
             raise invalid(
-                "tool_choice needs tools: set tools, or leave out tool_choice", "tool_choice"
+                f"tool_choice.type {self.type!r} needs tools: set 'tools', or leave out "
+                "tool_choice",
+                "tool_choice",
             )
         if self.name is not None and self.name not in names:
             raise invalid(
@@ -121,7 +130,7 @@ def check_tools(tools: Sequence[Any], choice: ToolChoiceParam | None) -> None:
         where = f"tools.{index}"
         if not isinstance(tool, Tool):
             raise invalid(
-                f"{where}.type: {tool.type[:40]!r} is not supported: send tools of type custom",
+                f"{where}.type {tool.type[:40]!r} is not supported: expected 'custom'",
                 "tools",
             )
         check_name(tool.name, f"{where}.name", names)

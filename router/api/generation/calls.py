@@ -206,7 +206,7 @@ def _forced(sampling: SamplingParams, schema: str) -> SamplingParams:
     if sampling.structured_outputs is not None:
         raise invalid(
             "a tool_choice that forces calls cannot be combined with a field that sets the form of "
-            "the answer (response_format, text.format, output_config): leave out one of them",
+            "the answer, such as response_format: leave out one of them",
             "tool_choice",
         )
     forced = StructuredOutputs("json", schema)

@@ -56,10 +56,11 @@ class ContentPart(StrictModel):
     def plain(self) -> dict[str, str]:
         """Return the part in the form for chat templates; refuse a part that is not text."""
         if self.type != "text" or self.text is None:
-            problem = "has no text" if self.type == "text" else "is not supported"
             raise invalid(
-                f"content of type {self.type[:40]!r} {problem}: send content of type 'text' with "
-                "a text",
+                "a content part of type 'text' has no text: set the field 'text'"
+                if self.type == "text"
+                else f"content parts of type {self.type[:40]!r} are not supported: expected the "
+                "type 'text'",
                 "messages",
             )
         return {"type": "text", "text": self.text}
@@ -79,7 +80,8 @@ class ToolCall(StrictModel):
         """Return the call in the form for chat templates; refuse a type other than `function`."""
         if self.type != "function":
             raise invalid(
-                f"tool calls of type {self.type[:40]!r} are not supported: send functions",
+                f"tool calls of type {self.type[:40]!r} are not supported: expected the type "
+                "'function'",
                 "messages",
             )
         function = {"name": self.function.name, "arguments": self.function.arguments}
@@ -116,7 +118,9 @@ class Message(StrictModel):
         elif content is None:
             if self.role != "assistant":
                 raise invalid(
-                    f"a message with the role {self.role!r} has no content: set content", "messages"
+                    f"a message with the role {self.role!r} has no content: set the field "
+                    "'content'",
+                    "messages",
                 )
             content = None if self.tool_calls else ""
         message = {"role": self.role, "content": content}
@@ -126,7 +130,8 @@ class Message(StrictModel):
         """Return the members besides role and content."""
         calls, reasoning = self.tool_calls, self.reasoning_content or self.reasoning
         if self.role != "assistant" and (calls or reasoning):
-            name = "tool_calls" if calls else "reasoning_content"
+            other = "reasoning_content" if self.reasoning_content else "reasoning"
+            name = "tool_calls" if calls else other
             raise invalid(
                 f"a message with the role {self.role!r} has {name}, which only the role "
                 "'assistant' may have: leave it out",
@@ -176,7 +181,8 @@ class Conversation(ChatBody, OpenAiBody):
     def template_options(self, known: Collection[str]) -> TemplateOptions:
         if self.continue_final_message and self.add_generation_prompt:
             raise invalid(
-                "continue_final_message and add_generation_prompt are both true: set only one",
+                "continue_final_message and add_generation_prompt are both true: set one of them "
+                "to false",
                 "continue_final_message",
             )
         variables = self.template_variables(known)

@@ -259,12 +259,12 @@ def _check_stream(body: BaseRequest, sampling: SamplingParams) -> None:
         what = name if sampling.use_beam_search else "best_of above n"
         raise invalid(
             f"{what} cannot be streamed, because the best choices are known only at the end: leave "
-            "out stream",
+            "out 'stream'",
             name,
         )
     if body.stream and body.prompt_logprobs is not None:
         raise invalid(
-            "prompt_logprobs are not streamed: leave out stream, or use echo with logprobs",
+            "prompt_logprobs are not streamed: leave out 'stream', or use 'echo' with logprobs",
             "prompt_logprobs",
         )
 

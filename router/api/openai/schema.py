@@ -83,12 +83,15 @@ class BaseRequest(StructuredFields):
     def check(self) -> None:
         if self.stream_options is not None and not self.stream:
             raise invalid(
-                "stream_options needs stream to be true: set stream, or leave out stream_options",
+                "stream_options needs 'stream' to be true: set 'stream' to true, or leave "
+                "out stream_options",
                 "stream_options",
             )
         if self.stream_options is not None and self.stream_options.include_obfuscation:
             name = "stream_options.include_obfuscation"
-            raise invalid(f"{name} is not supported: leave it out, or set false", "stream_options")
+            raise invalid(
+                f"{name} is not supported: leave it out, or set it to false", "stream_options"
+            )
         if self.cache_salt == "":
             raise invalid("cache_salt is empty: leave it out", "cache_salt")
 
@@ -306,7 +309,7 @@ class ChatCompletionRequest(Conversation, BaseRequest):
         if not self.logprobs:
             if self.top_logprobs:
                 raise invalid(
-                    "top_logprobs needs logprobs to be true: set logprobs, or leave out "
+                    "top_logprobs needs logprobs to be true: set logprobs to true, or leave out "
                     "top_logprobs",
                     "top_logprobs",
                 )

@@ -102,7 +102,7 @@ def _params(params: Mapping[str, Any]) -> StructuredOutputs:
             raise invalid(f"{FIELD}.{name[:80]} is not supported: leave it out", FIELD)
         types, make = _PARAMS[name]
         if not isinstance(value, types):
-            expected = " or ".join(each.__name__ for each in types)
+            expected = " or ".join(_TYPE_NAMES[each] for each in types)
             raise invalid(f"{FIELD}.{name} must be {expected}, not {value_text(value)}", FIELD)
         found.append(make(value))
     if len(found) != 1:
@@ -128,6 +128,8 @@ def _dumped(content: Mapping[str, Any]) -> str:
             "response_format is nested too deeply: send a flatter schema", "response_format"
         ) from error
 
+
+_TYPE_NAMES = {bool: "a boolean", dict: "an object", list: "a list", str: "a string"}
 
 _PARAMS: Mapping[str, tuple[tuple[type, ...], Callable[[Any], StructuredOutputs]]] = {
     "json": ((dict, bool, str), lambda value: _schema(value, FIELD)),

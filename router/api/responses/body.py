@@ -136,7 +136,8 @@ class ResponsesRequest(ChatBody):
                 check_extra(given.model_extra or {}, permitted, name)
         if self.stream_options is not None and not self.stream:
             raise invalid(
-                "stream_options needs stream to be true: set stream, or leave out stream_options",
+                "stream_options needs 'stream' to be true: set 'stream' to true, or leave "
+                "out stream_options",
                 "stream_options",
             )
         if self.text is not None:
@@ -153,13 +154,15 @@ class ResponsesRequest(ChatBody):
             )
         self._check_background()
         if not self.input and self.previous_response_id is None:
-            raise invalid("input is empty: send a text or items", "input")
+            raise invalid("input is empty: expected a text or a list of items", "input")
         self.num_logprobs()
 
     def _check_background(self) -> None:
         name = "background"
         if self.background and self.store is False:
-            raise invalid("background cannot be true if store is false: leave out store", name)
+            raise invalid(
+                "'background' cannot be true if 'store' is false: leave out 'store'", name
+            )
 
     def check_content(self, bounds: RequestBounds, model: ModelLimits) -> None:
         depth = bounds.max_json_depth
@@ -235,7 +238,7 @@ class ResponsesRequest(ChatBody):
             return self.top_logprobs or 0
         if self.top_logprobs:
             raise invalid(
-                f"top_logprobs needs {LOGPROBS!r} in include: add it, or leave out top_logprobs",
+                f"top_logprobs needs {LOGPROBS!r} in 'include': add it, or leave out top_logprobs",
                 "top_logprobs",
             )
         return None

@@ -52,7 +52,8 @@ class EventBytes:
                 Code.OVERLOADED,
                 "the events of background responses that are being generated exceed their memory "
                 f"limit ({MAX_TENANT_BYTES} bytes for one API key, {MAX_RUNNING_BYTES} bytes for "
-                "all API keys): create fewer responses at a time, or leave out stream",
+                "all API keys): create fewer responses at a time, or set "
+                "'stream' to false",
                 "stream",
             )
         self._tenants[tenant] = used[0]
@@ -119,8 +120,8 @@ class EventLog:
         if self.num_bytes + size > MAX_EVENT_BYTES and not is_required:
             raise ServingError(
                 Code.TOO_LARGE,
-                f"the events of the response exceed the maximum of {MAX_EVENT_BYTES} bytes: leave "
-                "out stream",
+                "the stored events of this background response exceed "
+                f"{MAX_EVENT_BYTES} bytes: set 'stream' to false",
                 "stream",
             )
         self._take(size, is_required)

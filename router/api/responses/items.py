@@ -36,12 +36,17 @@ class TextContent(StrictModel):
 
     def plain(self, kind: str) -> str:
         """Return the text of this part. Raise an error if items of type `kind` cannot have it."""
-        text = self.refusal if self.type == "refusal" else self.text
-        if self.type not in TEXT_TYPES[kind] or text is None:
+        if self.type not in TEXT_TYPES[kind]:
             raise invalid(
-                f"content of type {self.type[:40]!r} is not supported in a {kind}: expected a "
-                f"text of type {TEXT_TYPES[kind][0]}",
+                f"content parts of type {self.type[:40]!r} are not supported in an item of type "
+                f"{kind!r}: expected one of {', '.join(TEXT_TYPES[kind])}",
                 FIELD,
+            )
+        field = "refusal" if self.type == "refusal" else "text"
+        text: str | None = getattr(self, field)
+        if text is None:
+            raise invalid(
+                f"a content part of type {self.type!r} has no text: set the field {field!r}", FIELD
             )
         return text
 
@@ -86,7 +91,7 @@ def needed(item: InputItem, name: str) -> str:
     """Return a member that an item must have; refuse an item without it."""
     value: str | None = getattr(item, name)
     if not value:
-        raise invalid(f"a {item.kind} has no {name}: set {name}", FIELD)
+        raise invalid(f"an item of type {item.kind!r} has no {name}: set the field {name!r}", FIELD)
     return value
 
 
@@ -101,7 +106,8 @@ def reasoning_of(item: InputItem) -> str:
     """Return the text of a reasoning item, or else the text of its summary."""
     if item.encrypted_content and not item.content:
         raise invalid(
-            "encrypted_content of a reasoning item is not supported: send its text in content",
+            "encrypted_content of an item of type 'reasoning' is not supported: send the text of "
+            "the reasoning in the field 'content'",
             FIELD,
         )
     return "\n".join(texts_of(item, item.content) or texts_of(item, item.summary))
@@ -149,7 +155,10 @@ class Conversation:
                 f"a message's role must be one of {', '.join(ROLES)}, but is {given}", FIELD
             )
         if item.content is None:
-            raise invalid(f"a message with the role {item.role!r} has no content: set it", FIELD)
+            raise invalid(
+                f"a message with the role {item.role!r} has no content: set the field 'content'",
+                FIELD,
+            )
         texts = texts_of(item, item.content)
         if item.role == "assistant":
             self._add_text("".join(texts))
@@ -187,7 +196,10 @@ class Conversation:
     def _add_result(self, item: InputItem) -> None:
         self._answer = None
         if item.output is None:
-            raise invalid("a function_call_output has no output: set output", FIELD)
+            raise invalid(
+                "an item of type 'function_call_output' has no output: set the field 'output'",
+                FIELD,
+            )
         text = "\n".join(texts_of(item, item.output))
         call = needed(item, "call_id")
         self._messages.append({"role": "tool", "content": text, "tool_call_id": call})
@@ -211,7 +223,9 @@ def _check_extra(kind: str, members: Mapping[str, Any]) -> None:
     for name, permitted in PERMITTED.items():
         value = members.get(name)
         if value is not None and not any(value == one for one in permitted):
-            raise invalid(f"{name} of a {kind} is not supported: leave it out", FIELD)
+            raise invalid(
+                f"{name!r} of an item of type {kind!r} is not supported: leave it out", FIELD
+            )
 
 
 def messages_of(items: Sequence[InputItem]) -> list[dict[str, Any]]:

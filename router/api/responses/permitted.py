@@ -69,7 +69,7 @@ def check_extra(
             continue
         path = f"{parent}.{name}" if parent else name
         allowed = ", ".join(repr(one) for one in permitted.get(name, ()))
-        remedy = f"leave it out, or set {allowed}" if allowed else "leave it out"
+        remedy = f"leave it out, or set it to {allowed}" if allowed else "leave it out"
         raise invalid(f"{path[:80]} is not supported: {remedy}", (parent or name)[:80])
 
 

@@ -183,8 +183,8 @@ class ResponsesApi:
                 self._stored(request)
             raise invalid(
                 f"the events of the response {name[:80]!r} cannot be streamed, because it was "
-                "created without background and stream, or its events were removed: leave out "
-                "stream to get the response itself",
+                "created without 'background' and 'stream', or its events were removed: leave out "
+                "'stream' to get the response itself",
                 "stream",
             )
         return EventLogResponse(events, min(first, len(events.events)))
@@ -202,8 +202,8 @@ class ResponsesApi:
         stored = self._stored(request)
         if not stored.is_background:
             raise invalid(
-                f"the response {request.path_params['id'][:80]!r} was created without background; "
-                "only background responses can be canceled"
+                f"the response {request.path_params['id'][:80]!r} was created without "
+                "'background'; only background responses can be canceled"
             )
         return FragmentResponse(_texts(stored))
 
@@ -225,7 +225,9 @@ def _first_event(request: Request) -> int | None:
     given = request.query_params.get(name)
     if request.query_params.get("stream") != "true":
         if given is not None:
-            raise invalid(f"{name} needs stream to be true: leave it out", name)
+            raise invalid(
+                f"{name} needs 'stream' to be true: set 'stream' to true, or leave out {name}", name
+            )
         return None
     if given is None:
         return 0

@@ -120,8 +120,8 @@ def check_stored_input(items: Sequence[StoredItems], shown: bytes, max_bytes: in
     size = least_bytes(items, shown) + ENTRY_BYTES
     if size > max_bytes:
         raise invalid(
-            f"the conversation takes {size} bytes; at most {max_bytes} can be stored: set store to "
-            "false, or begin a new conversation",
+            f"the conversation takes {size} bytes; at most {max_bytes} can be stored: set 'store' "
+            "to false, or begin a new conversation",
             "store",
         )
 

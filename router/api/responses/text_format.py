@@ -45,8 +45,8 @@ class TextConfig(StrictModel):
             case "json_schema":
                 return _schema(given)
         raise invalid(
-            "text.format.type must be text, json_object or json_schema, not "
-            f"{given.get('type')!r:.40}",
+            "text.format.type must be 'text', 'json_object' or 'json_schema', not "
+            f"{value_text(given.get('type'))}",
             FIELD,
         )
 
@@ -76,7 +76,7 @@ def _schema(given: Mapping[str, Any]) -> StructuredOutputs:
             FIELD,
         )
     if not given.get("name"):
-        raise invalid("text.format has no name: set name", FIELD)
+        raise invalid("text.format has no name: set text.format.name", FIELD)
     try:
         return json_schema(schema)
     except InvalidParameterError as error:

@@ -8,6 +8,13 @@ from penstock.router.errors import ServingError, invalid
 from penstock.router.requests.tools import ToolChoice, check_tools, read_tool_choice
 
 FIELD = "tool_choice"
+EXPECTED = (
+    "'none', 'auto', 'required', "
+    '{"type": "function", "name": ...} or '
+    '{"type": "allowed_tools", "mode": "auto" or "required", "tools": [...]}'
+)
+"""The forms of `tool_choice`, for error messages."""
+
 DEFAULTS: Mapping[str, Sequence[Any]] = {
     "allowed_callers": (["direct"],),
     "async": (False,),
@@ -37,7 +44,9 @@ def _chat_tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
     kind = tool.get("type")
     if kind != "function":
         what = f"of type {kind[:40]!r}" if isinstance(kind, str) else "without a type"
-        raise invalid(f"{where}: tools {what} are not supported: send functions", "tools")
+        raise invalid(
+            f"{where}: a tool {what} is not supported: expected the type 'function'", "tools"
+        )
     for name, permitted in DEFAULTS.items():
         value = tool.get(name)
         if value is not None and not any(value == one for one in permitted):
@@ -77,17 +86,12 @@ class ChosenTools:
                     "is not valid" if kind in ("function", "allowed_tools") else "is not supported"
                 )
                 raise invalid(
-                    f"tool_choice of type {kind[:40]!r} {what}: expected none, auto, required, "
-                    '{"type": "function", "name": ...} or {"type": "allowed_tools", "mode": '
-                    '"auto" or "required", "tools": [...]}',
-                    FIELD,
+                    f"tool_choice of type {kind[:40]!r} {what}: expected {EXPECTED}", FIELD
                 )
-            case dict() | list() | int() | float():
-                raise invalid(
-                    "tool_choice must be a string, or an object with a type, not "
-                    f"{value_text(given)}",
-                    FIELD,
-                )
+            case None | "none" | "auto" | "required":
+                pass
+            case _:
+                raise invalid(f"tool_choice is {value_text(given)}: expected {EXPECTED}", FIELD)
         self.choice: ToolChoice = read_tool_choice(given, self.tools)
 
 

@@ -98,8 +98,7 @@ class CacheFeed:
             missing = events.first - feed.next_number
             if missing:
                 raise _Inconsistent(
-                    f"cache change {feed.next_number} is missing: the first change received is "
-                    f"{events.first}"
+                    f"expected cache change {feed.next_number}, received {events.first}"
                 )
             for change in events.changes:
                 self._apply(events.worker, change)
@@ -163,7 +162,9 @@ class CacheFeed:
         if feed.state is _State.LIVE:
             raise _Inconsistent("a cache snapshot arrived that was not requested")
         if snapshot.chunk != feed.next_chunk:
-            raise _Inconsistent(f"chunk {feed.next_chunk} of a cache snapshot is missing")
+            raise _Inconsistent(
+                f"expected chunk {feed.next_chunk} of a cache snapshot, received {snapshot.chunk}"
+            )
         if feed.next_chunk and snapshot.next_number != feed.next_number:
             raise _Inconsistent(
                 "chunks of different cache snapshots arrived where one snapshot was expected"

@@ -340,7 +340,7 @@ async def test_key_for_metrics_gives_no_use_of_the_model(config: RouterConfig) -
         for method, path in (("POST", "/v1/completions"), ("GET", "/v1/models")):
             reply = await http.request(method, path, json=BODY)
             assert reply.status_code == 403
-        assert "the role metrics, but this call needs the role operator or user" in reply.text
+        assert "the role 'metrics', but this call needs the role 'operator' or 'user'" in reply.text
         assert METRICS not in reply.text
 
 

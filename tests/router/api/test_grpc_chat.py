@@ -98,7 +98,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": HI, "tools": ["[1]"]}, "tools must be a JSON object"),
     (
         {"messages": HI, "tools": ['{"type": "x"}']},
-        "tools.0.type must be function, not 'x': send functions only",
+        "tools.0.type must be 'function', not 'x'",
     ),
     ({"messages": HI, "tools": ['{"a":' + "[" * 70 + "]" * 70 + "}"]}, "more than 64 levels"),
     ({"messages": HI, "tools": ["{}"] * 513}, "at most 512 tools, not 513"),
@@ -117,7 +117,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         message(role="user", content="x", content_list=[pb.ContentPart(text="y")]),
-        "both content and content_list",
+        "both 'content' and 'content_list'",
     ),
     (
         message(role="user", content_list=[PIECE] * 4097),

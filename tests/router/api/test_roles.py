@@ -124,7 +124,7 @@ async def test_only_operators_may_assign_roles(
             status_code, reply = await post_role(http, "w0", "decode")
         assert (status_code, roles(served)["w0"]) == (code, "decode" if code == 200 else "mixed")
         if code == 403:
-            assert "role operator" in reply["error"]["message"]
+            assert "role 'operator'" in reply["error"]["message"]
             assert OPERATOR not in str(reply)
             assert METRICS not in str(reply)
         if code == 200:

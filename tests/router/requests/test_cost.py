@@ -59,20 +59,20 @@ def test_cost_at_the_bound_is_allowed_and_above_it_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sampling", "num_prompts", "param"),
+    ("sampling", "num_prompts", "param", "action"),
     [
-        ({"n": 64, "max_tokens": 16_000}, 1, "n"),
-        ({"best_of": 64, "max_tokens": 16_000}, 1, "best_of"),
-        ({"logprobs": 20, "max_tokens": 48_000}, 1, "logprobs"),
-        ({"max_tokens": 1000}, 1024, "prompt"),
-        ({"max_tokens": 1_000_001}, 1, "max_tokens"),
+        ({"n": 64, "max_tokens": 16_000}, 1, "n", "reduce n"),
+        ({"best_of": 64, "max_tokens": 16_000}, 1, "best_of", "reduce best_of"),
+        ({"logprobs": 20, "max_tokens": 48_000}, 1, "logprobs", "reduce logprobs"),
+        ({"max_tokens": 1000}, 1024, "prompt", "send fewer prompts"),
+        ({"max_tokens": 1_000_001}, 1, "max_tokens", "reduce max_tokens"),
     ],
 )
 def test_least_cost_is_checked_and_names_a_field(
-    sampling: dict[str, int], num_prompts: int, param: str
+    sampling: dict[str, int], num_prompts: int, param: str, action: str
 ) -> None:
     params = SamplingParams(**sampling)  # type: ignore[arg-type]
-    with pytest.raises(ServingError, match=f"reduce {param}") as refusal:
+    with pytest.raises(ServingError, match=f": {action}$") as refusal:
         check_least_cost(params, num_prompts, MODEL, BOUNDS)
     assert refusal.value.param == param
 

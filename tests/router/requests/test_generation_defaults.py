@@ -48,4 +48,4 @@ def test_invalid_file_is_refused_with_a_way_out(tmp_path: Path, text: str, words
     with pytest.raises(ValueError, match=words) as error:
         read(tmp_path, text)
     assert "generation_config.json" in str(error.value)
-    assert "set generation_config to none" in str(error.value)
+    assert "set generation_config to 'none'" in str(error.value)
