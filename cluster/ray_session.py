@@ -91,8 +91,10 @@ class RaySession:
             self._start()
         except Exception as error:  # Ray raises a plain `Exception` if a node starts too slowly
             self.stop()
-            at = "did not start" if self._address is None else f"at {self._address} does not answer"
-            raise RayFailed(f"Ray {at}: {first_line(error)}") from error
+            what = "Ray did not start"
+            if self._address is not None:
+                what = f"cannot connect to Ray at {self._address}"
+            raise RayFailed(f"{what}: {first_line(error)}") from error
         except BaseException:
             self.stop()
             raise

@@ -48,7 +48,7 @@ def test_flags_override_the_file(tmp_path: Path) -> None:
 def test_variables_to_pass_are_named_one_by_one() -> None:
     arguments = ["--pass-env", "HF_TOKEN", "--pass-env", "A"]
     assert flags.read_spec(arguments).pass_env == ("HF_TOKEN", "A")
-    with pytest.raises(SpecError, match=r"^--pass-env: is not used with ray_address"):
+    with pytest.raises(SpecError, match=r"^--pass-env: cannot be used with ray_address"):
         flags.read_spec([*arguments, "--ray-address", "auto"])
 
 

@@ -20,17 +20,24 @@ def read_api_keys(spec: ClusterSpec, environment: Mapping[str, str]) -> tuple[Ap
         SpecError: a key cannot be read or used. The message does not contain the key.
     """
     found: dict[str, ApiKey] = {}
+    places: dict[str, str] = {}  # where each key was found, by its name
     for where, each in _sources(spec, environment):
         try:
             key = replace(each, key=checked_key(each.key, spec.router.allow_weak_keys))
         except BadKey as error:
             raise SpecError(f"{where}: the key {error}") from None
         if key.name in found:
-            raise SpecError(f"{where}: another key has the same name, {key.name}: change one name")
+            raise SpecError(
+                f"{where}: the key at {places[key.name]} already has the name {key.name!r}: give "
+                "this key another name"
+            )
         same = next((name for name, other in found.items() if other.key == key.key), None)
         if same is not None:
-            raise SpecError(f"{where}: the key named {same} has the same value: remove one of them")
-        found[key.name] = key
+            raise SpecError(
+                f"{where}: this key has the same value as the key at {places[same]}: remove one "
+                "of them"
+            )
+        found[key.name], places[key.name] = key, where
     return tuple(found.values())
 
 

@@ -37,11 +37,14 @@ def check_key(key: str) -> None:
     prefix, slash, name = key.rpartition("/")
     if not _NAME.fullmatch(name):
         raise BadLabel(
-            f"invalid label key {key!r}: expected [DOMAIN/]NAME, where NAME is up to 63 letters, "
+            f"invalid label key {key!r}: expected [DOMAIN/]NAME, where NAME is 1 to 63 letters, "
             "digits, '-', '_' and '.', and begins and ends with a letter or digit"
         )
     if slash and (len(prefix) > _LONGEST_PREFIX or not _PREFIX.fullmatch(prefix)):
-        raise BadLabel(f"invalid label key {key!r}: {prefix!r} before '/' is not a domain name")
+        raise BadLabel(
+            f"invalid label key {key!r}: the part before '/' must be a lower-case domain name of "
+            f"at most {_LONGEST_PREFIX} characters, not {prefix!r}"
+        )
 
 
 def check_value(key: str, value: str) -> None:
@@ -67,16 +70,19 @@ def required_labels(labels: Sequence[str], accelerator: str | None) -> dict[str,
         BadLabel: a label is invalid, or two labels have the same key.
     """
     pairs = [parse(text) for text in labels]
+    for key, number in Counter(key for key, _ in pairs).items():
+        if number > 1:
+            raise BadLabel(
+                f"label {key} is given {number} times: give it once, because a node has only one "
+                "value of a label"
+            )
+    found = dict(pairs)
     if accelerator is not None:
         check_value(ACCELERATOR, accelerator)
-        pairs.append((ACCELERATOR, accelerator))
-    twice = [key for key, number in Counter(key for key, _ in pairs).items() if number > 1]
-    if twice:
-        raise BadLabel(
-            f"label {twice[0]} is given twice: give it once, because a node has only one value of "
-            "a label"
-        )
-    return dict(pairs)
+        if ACCELERATOR in found:
+            raise BadLabel(f"label {ACCELERATOR} is also in 'labels': leave out one of them")
+        found[ACCELERATOR] = accelerator
+    return found
 
 
 def match(wanted: Mapping[str, str], labels: Mapping[str, str]) -> bool:

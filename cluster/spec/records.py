@@ -115,11 +115,13 @@ def _named(kind: type[T], content: Any, where: str, moved: Mapping[str, str]) ->
         raise SpecError(f"{where}: expected a mapping of names to mappings{wrong}")
     for name in content:
         if not isinstance(name, str):
-            raise SpecError(f"{where}: expected a string as name, not {name!r}: put it in quotes")
+            raise SpecError(
+                f"{where}: expected a string as name, not {name!r}: put the name in quotes"
+            )
         if not name.isprintable() or name != name.strip() or not name:
             raise SpecError(
-                f"{where}: {name!r} cannot be a name: expected printable characters, without "
-                "spaces at the ends"
+                f"{where}: {name!r} cannot be a name: expected at least one character, only "
+                "printable characters, and no spaces at the ends"
             )
     return {name: record(kind, each, _below(where, name), moved) for name, each in content.items()}
 

@@ -71,8 +71,8 @@ class RouterSpec:
         for origin in self.allowed_origins:
             if origin != "*" and not ORIGIN.fullmatch(origin):
                 raise SpecError(
-                    f"allowed_origins: {origin!r} is not an origin: write SCHEME://HOST or "
-                    "SCHEME://HOST:PORT, in lower case, without a path, or *"
+                    f"allowed_origins: {origin!r} is not an origin: expected SCHEME://HOST or "
+                    "SCHEME://HOST:PORT, in lower case and without a path, or '*'"
                 )
 
 
@@ -88,5 +88,5 @@ class KeySpec:
 
     def __post_init__(self) -> None:
         if (self.file is None) == (self.env is None):
-            given = "neither file nor env" if self.file is None else "both file and env"
+            given = "neither 'file' nor 'env'" if self.file is None else "both 'file' and 'env'"
             raise SpecError(f"the API key has {given}: set exactly one of them")

@@ -190,7 +190,7 @@ class PoolSpec:
         except labels.BadLabel as error:
             raise SpecError(f"accelerator: {error}") from None
         if self.accelerator is not None and self.gpus == 0:
-            raise SpecError(f"accelerator: {self.accelerator} contradicts gpus: 0; remove one")
+            raise SpecError(f"accelerator: {self.accelerator} conflicts with gpus: 0; remove one")
 
     @property
     def selector(self) -> dict[str, str]:
@@ -219,9 +219,9 @@ class Pools:
     def __post_init__(self) -> None:
         prefill, decode, mixed = (getattr(self, role).most for role in ROLES)
         if not prefill + mixed:
-            raise SpecError("no worker prefills: set replicas of prefill or mixed to 1 or more")
+            raise SpecError("no worker prefills: set 'replicas' of prefill or mixed to 1 or more")
         if not decode + mixed:
-            raise SpecError("no worker decodes: set replicas of decode or mixed to 1 or more")
+            raise SpecError("no worker decodes: set 'replicas' of decode or mixed to 1 or more")
 
     @property
     def may_be_empty(self) -> bool:
@@ -288,7 +288,7 @@ class ClusterSpec:
     def __post_init__(self) -> None:
         if self.pass_env and self.ray_address is not None:
             raise SpecError(
-                "pass_env: is not used with ray_address: set variables on Ray's nodes instead"
+                "pass_env: cannot be used with ray_address: set variables on Ray's nodes instead"
             )
         self._check_models()
         self._check_ports()
@@ -341,7 +341,7 @@ class ClusterSpec:
 
     def _check_models(self) -> None:
         if not self.models:
-            raise SpecError(f"models: is empty: add a model, or remove the key to serve {BUNDLED}")
+            raise SpecError(f"models: is empty: add a model, or remove 'models' to serve {BUNDLED}")
         if len(self.models) > 1:
             names = ", ".join(self.models)
             raise SpecError(f"models: this version serves one model; found {names}: keep one")

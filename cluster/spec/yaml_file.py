@@ -19,11 +19,15 @@ def read_file(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise SpecError(f"{path}: cannot be read: {one_line(error)}") from None
     except yaml.YAMLError as error:
-        raise SpecError(f"{path}: is not YAML: {_yaml_mistake(error)}") from None
+        raise SpecError(f"{path}: cannot be parsed as YAML: {_yaml_mistake(error)}") from None
+    except RecursionError:
+        raise SpecError(
+            f"{path}: cannot be parsed as YAML: lists or mappings are nested too deeply"
+        ) from None
     except Exception:  # PyYAML raises errors of many types here, and they quote the value
         raise SpecError(
-            f"{path}: is not YAML: a value cannot be converted to its type (such as the date "
-            "2026-02-30): correct it, or put it in quotes"
+            f"{path}: cannot be parsed as YAML: a value cannot be converted to its type (such as "
+            "the date 2026-02-30): correct the value, or put it in quotes"
         ) from None
     if content is None:
         return {}

@@ -77,13 +77,19 @@ def test_short_keys_need_a_setting(tmp_path: Path) -> None:
 
 def test_the_same_key_twice_is_refused_by_the_names(tmp_path: Path) -> None:
     twice = {"router": {"api_key_file": str(key_file(tmp_path, KEYS[0], KEYS[0]))}}
-    assert "line 2: the key named key-1 has the same value" in refusal(twice, {})
+    assert (
+        "line 2: this key has the same value as the key at router.api_key_file: line 1: "
+        in refusal(twice, {})
+    )
     content = {"keys": {"ops": {"env": "OPS", "role": "operator"}}}
     environment = {"OPS": KEYS[0], "PENSTOCK_API_KEY": f" {KEYS[0]}"}
-    assert "keys.ops: the key named environment has the same value" in refusal(content, environment)
+    assert "keys.ops: this key has the same value as the key at PENSTOCK_API_KEY: " in refusal(
+        content, environment
+    )
     content = {"keys": {"environment": {"env": "OPS"}}}
     environment = {"OPS": KEYS[0], "PENSTOCK_API_KEY": KEYS[1]}
-    assert "keys.environment: another key has the same name" in refusal(content, environment)
+    expected = "keys.environment: the key at PENSTOCK_API_KEY already has the name 'environment': "
+    assert expected in refusal(content, environment)
 
 
 def test_files_and_variables_that_cannot_be_used_are_named(tmp_path: Path) -> None:
@@ -137,7 +143,9 @@ def test_specification_does_not_show_where_keys_are() -> None:
 def test_yaml_errors_show_the_position_and_no_keys(tmp_path: Path, text: str) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text(text)
-    with pytest.raises(SpecError, match=r"is not YAML: .*, line \d+, column \d+$") as failure:
+    with pytest.raises(
+        SpecError, match=r"cannot be parsed as YAML: .*, line \d+, column \d+$"
+    ) as failure:
         read_file(path)
     assert "sk-top" not in str(failure.value)
 

@@ -103,13 +103,13 @@ def model(**settings: Any) -> dict[str, Any]:
         (model(deterministic="yes"), "models.m.deterministic: expected true or false, not 'yes'"),
         ({"models": "m"}, "models: expected a mapping of names to mappings, not 'm'"),
         ({"models": ["m"]}, "models: expected a mapping of names to mappings, not ['m']"),
-        ({"models": {}}, "models: is empty: add a model, or remove the key to serve demo"),
+        ({"models": {}}, "models: is empty: add a model, or remove 'models' to serve demo"),
         ({"models": {"m": None}}, "models.m: expected a mapping of keys to values, not None"),
         (
             {"models": {"m": "/models/m"}},
             "models.m: expected a mapping of keys to values, not '/models/m'",
         ),
-        ({"models": {7: {}}}, "models: expected a string as name, not 7: put it in quotes"),
+        ({"models": {7: {}}}, "models: expected a string as name, not 7: put the name in quotes"),
         ({"models": {"": {}}}, "models: '' cannot be a name"),
         ({"models": {" a": {}}}, "models: ' a' cannot be a name"),
         ({"models": {"a\nb": {}}}, "models: 'a\\nb' cannot be a name"),
@@ -147,7 +147,7 @@ def model(**settings: Any) -> dict[str, Any]:
             {"routers": 3, "router": {"grpc_port": 65534}},
             "routers: router 3 would use port 65536 (above 65535)",
         ),
-        ({"pools": {}}, "pools: no worker prefills: set replicas of prefill or mixed"),
+        ({"pools": {}}, "pools: no worker prefills: set 'replicas' of prefill or mixed"),
         ({"pools": {"decode": {"replicas": 1}}}, "pools: no worker prefills"),
         ({"pools": {"prefill": {"replicas": 1}}}, "pools: no worker decodes"),
         ({"pools": {"mixed": {"replicas": 0}}}, "pools: no worker prefills"),
@@ -162,7 +162,7 @@ def model(**settings: Any) -> dict[str, Any]:
         ),
         (
             {"pools": {"mixed": {"labels": ["a=b", "a=c"]}}},
-            "pools.mixed: labels: label a is given twice",
+            "pools.mixed: labels: label a is given 2 times",
         ),
         (
             {"pools": {"mixed": {"accelerator": "H 100"}}},
@@ -170,7 +170,7 @@ def model(**settings: Any) -> dict[str, Any]:
         ),
         (
             {"pools": {"mixed": {"accelerator": "H100", "gpus": 0}}},
-            "pools.mixed: accelerator: H100 contradicts gpus: 0",
+            "pools.mixed: accelerator: H100 conflicts with gpus: 0",
         ),
         ({"topology_key": "a b"}, "topology_key: invalid label key 'a b'"),
         (
@@ -222,10 +222,10 @@ def test_routers_on_one_machine_have_different_ports() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: [", "is not YAML"),
+        ("a: [", "cannot be parsed as YAML"),
         ("- a\n- b", "expected a mapping"),
         ("just words", "expected a mapping"),
-        ("!!python/object/apply:os.system ['true']", "is not YAML"),
+        ("!!python/object/apply:os.system ['true']", "cannot be parsed as YAML"),
         (b"\xff\xfe\x00", "cannot be read"),
     ],
 )
