@@ -117,16 +117,16 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["no-such-folder"], "is not a folder"),
         (
             ["--host", "no.such.host.invalid", "--allow-anonymous"],
-            "cannot listen on no.such.host.invalid",
+            "): give another --http-port or --host",
         ),
         (["--host", "192.0.2.77", "--allow-anonymous"], "cannot listen on 192.0.2.77"),
         (["--host", "0.0.0.0"], "router.host: 0.0.0.0 can be reached from other machines, and"),
         (["--host", "::"], "or --allow-anonymous if"),
         (["--chat-template", "none.jinja"], "chat_template: the file none.jinja cannot be read"),
-        (["--ray-address", "127.0.0.1:1"], "--ray-address 127.0.0.1:1: nothing answers"),
-        (["--ray-address", "127.0.0.1:99999"], "nothing answers there"),
-        (["--ray-address", "ray://127.0.0.1:1"], "give HOST:PORT of the cluster's head"),
-        (["--ray-address", "somewhere"], "give HOST:PORT of the cluster's head"),
+        (["--ray-address", "127.0.0.1:1"], "--ray-address 127.0.0.1:1: cannot connect ("),
+        (["--ray-address", "127.0.0.1:99999"], "cannot connect ("),
+        (["--ray-address", "ray://127.0.0.1:1"], "expected HOST:PORT of the cluster's"),
+        (["--ray-address", "somewhere"], "expected HOST:PORT of the cluster's head"),
     ],
 )
 def test_bad_flags_give_a_one_line_error(
@@ -185,6 +185,7 @@ def test_port_in_use_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
         port = taken.getsockname()[1]
         message = refused(capsys, str(SMALL), "--http-port", str(port), "--grpc-port", "0")
         assert f"cannot listen on 127.0.0.1 port {port}" in message
+        assert "stop the process that uses it, or give another" in message
         assert "--http-port" in message
         assert "--grpc-port" in refused(capsys, "--grpc-port", str(port), "--http-port", "0")
 
@@ -218,7 +219,7 @@ def test_missing_file_of_a_checkpoint_is_named(
 def test_half_copied_weights_are_refused(model: Path, size: int) -> None:
     path = model / "model.safetensors"
     path.write_bytes(path.read_bytes()[:size])
-    with pytest.raises(BadCheckpoint, match="corrupt or half-copied") as refusal:
+    with pytest.raises(BadCheckpoint, match="corrupt or incomplete") as refusal:
         checkpoint.check(model)
     assert "\n" not in str(refusal.value)
 

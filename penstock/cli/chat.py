@@ -185,9 +185,14 @@ def _parser() -> Parser:
 
 
 def _count(text: str) -> int:
-    number = int(text)
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
     if not 0 < number < 2**31:
-        raise argparse.ArgumentTypeError(f"expected 1 to {2**31 - 1}, not {text:.40}")
+        raise argparse.ArgumentTypeError(
+            f"expected a whole number from 1 to {2**31 - 1}, not {text[:40]!r}"
+        )
     return number
 
 

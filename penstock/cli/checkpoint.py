@@ -81,14 +81,17 @@ def download(
         found = snapshot_download(model, revision=revision, allow_patterns=wanted, local_dir=folder)
         return Path(found)
     except RevisionNotFoundError:
-        reason = f"the hub has no revision {revision!r} of this model"
+        reason = f"the hub has no revision {revision!r} of this model: give another revision"
     except HfHubHTTPError as error:
-        reason = f"the hub refused the download (HTTP {error.response.status_code})"
-    except (LocalEntryNotFoundError, OSError):
-        reason = "the hub cannot be reached, and its local cache has no copy"
+        status = error.response.status_code
+        reason = f"the hub refused the download (HTTP {status}): check the name of the model"
+    except (LocalEntryNotFoundError, ConnectionError):
+        reason = "the hub cannot be reached, and its local cache has no copy: check the network"
+    except OSError as error:
+        reason = f"the download failed: {error.strerror or ' '.join(str(error).split())}"
     except ValueError as error:
         reason = " ".join(str(error).split())
-    raise NoModel(f"{model} is not a local folder, and {reason}: give a folder or a hub name")
+    raise NoModel(f"{model} is not a local folder, and {reason}")
 
 
 def check(folder: Path, with_weights: bool = True) -> None:
@@ -133,7 +136,9 @@ def _check_weights(path: Path) -> None:
     try:
         with safe_open(path, framework="numpy"):
             pass
-    except (SafetensorError, OSError) as error:
+    except OSError as error:
+        raise BadCheckpoint(f"{path} cannot be read: {error.strerror or error}") from None
+    except SafetensorError as error:
         raise BadCheckpoint(
-            f"{path} is corrupt or half-copied ({error}): copy or download it again"
+            f"{path} is corrupt or incomplete ({error}): copy or download it again"
         ) from None

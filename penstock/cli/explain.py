@@ -65,10 +65,15 @@ def fetch(url: str, request_id: str, key: str = "") -> Json:
             f"the router at {connection.host} port {connection.port} gave no answer within "
             f"{SECONDS_TO_ANSWER:g} s: try again"
         ) from None
-    except (OSError, http.client.HTTPException) as error:
+    except OSError as error:
         raise NoExplanation(
-            f"cannot reach a router at {connection.host} port {connection.port} ({error}): check "
-            "the URL, and that `penstock serve` runs"
+            f"cannot reach a router at {connection.host} port {connection.port} "
+            f"({error.strerror or error}): check the URL, and that `penstock serve` runs"
+        ) from None
+    except http.client.HTTPException:
+        raise NoExplanation(
+            f"the server at {connection.host} port {connection.port} is not an HTTP server: give "
+            "the URL of the router's HTTP port"
         ) from None
     finally:
         connection.close()

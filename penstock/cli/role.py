@@ -52,10 +52,15 @@ def change(url: str, key: str, worker: str, role: str) -> None:
             f"the router at {connection.host} port {connection.port} gave no answer within "
             f"{SECONDS_TO_ANSWER:g} s: see the role of the worker with `penstock status`"
         ) from None
-    except (OSError, http.client.HTTPException) as error:
+    except OSError as error:
         raise NoStatus(
-            f"cannot reach a router at {connection.host} port {connection.port} ({error}): give "
-            "the URL of its operators' port"
+            f"cannot reach a router at {connection.host} port {connection.port} "
+            f"({error.strerror or error}): give the URL of a router's operators' port"
+        ) from None
+    except http.client.HTTPException:
+        raise NoStatus(
+            f"the server at {connection.host} port {connection.port} is not an HTTP server: give "
+            "the URL of a router's operators' port"
         ) from None
     finally:
         connection.close()

@@ -1,6 +1,7 @@
 """`penstock serve`: check the arguments, start the cluster, and clean up when it stops."""
 
 import asyncio
+import errno
 import json
 import os
 import shlex
@@ -99,9 +100,10 @@ def check_ports(spec: ClusterSpec) -> None:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(address)
         except OSError as error:
+            stop = "stop the process that uses it, or " if error.errno == errno.EADDRINUSE else ""
             raise BadAddress(
-                f"cannot listen on {host} port {port} ({error.strerror}): stop the process that "
-                f"uses it, or give another --{name}-port or --{flag}"
+                f"cannot listen on {host} port {port} ({error.strerror}): {stop}give another "
+                f"--{name}-port or --{flag}"
             ) from None
 
 
@@ -118,15 +120,15 @@ def check_ray(address: str) -> None:
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or "://" in host:
         raise BadAddress(
-            f"--ray-address {address}: give HOST:PORT of the cluster's head (default port 6379), "
-            "or auto on one of its machines"
+            f"--ray-address {address}: expected HOST:PORT of the cluster's head (default port "
+            "6379), or 'auto' on one of the cluster's machines"
         )
     try:
         socket.create_connection((host.strip("[]"), int(port)), SECONDS_TO_CONNECT).close()
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or error
         raise BadAddress(
-            f"--ray-address {address}: nothing answers there ({reason}): start Ray, or "
+            f"--ray-address {address}: cannot connect ({reason}): start Ray at this address, or "
             "correct the address"
         ) from None
 

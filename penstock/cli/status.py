@@ -139,7 +139,7 @@ def _read(code: int, body: bytes) -> Json:
     if code == 403:
         raise NoStatus(
             "only operators may see the status, and the API key has another role: give a key with "
-            "the role operator"
+            "the role 'operator'"
         )
     try:
         status = json.loads(body) if code == 200 else None
@@ -176,7 +176,10 @@ def _parser() -> Parser:
 
 
 def _seconds(text: str) -> float:
-    seconds = float(text)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
     if not 0.1 <= seconds <= 3600:
-        raise argparse.ArgumentTypeError(f"expected 0.1 to 3600 seconds, not {text}")
+        raise argparse.ArgumentTypeError(f"expected 0.1 to 3600 seconds, not {text[:40]!r}")
     return seconds
