@@ -138,8 +138,7 @@ def _read(code: int, body: bytes) -> Json:
         raise NoStatus(f"the server needs a valid API key: give --api-key-file or {VARIABLE}")
     if code == 403:
         raise NoStatus(
-            "only operators may see the status, and the API key has another role: give a key with "
-            "the role 'operator'"
+            "the API key may not read the status: give a key with the role 'operator' or 'metrics'"
         )
     try:
         status = json.loads(body) if code == 200 else None
