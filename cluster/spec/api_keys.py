@@ -20,7 +20,7 @@ def read_api_keys(spec: ClusterSpec, environment: Mapping[str, str]) -> tuple[Ap
         SpecError: a key cannot be read or used. The message does not contain the key.
     """
     found: dict[str, ApiKey] = {}
-    places: dict[str, str] = {}  # where each key was found, by its name
+    origins: dict[str, str] = {}  # where each key was found, by its name
     for where, each in _sources(spec, environment):
         try:
             key = replace(each, key=checked_key(each.key, spec.router.allow_weak_keys))
@@ -28,16 +28,16 @@ def read_api_keys(spec: ClusterSpec, environment: Mapping[str, str]) -> tuple[Ap
             raise SpecError(f"{where}: the key {error}") from None
         if key.name in found:
             raise SpecError(
-                f"{where}: the key at {places[key.name]} already has the name {key.name!r}: give "
+                f"{where}: the key at {origins[key.name]} already has the name {key.name!r}: give "
                 "this key another name"
             )
         same = next((name for name, other in found.items() if other.key == key.key), None)
         if same is not None:
             raise SpecError(
-                f"{where}: this key has the same value as the key at {places[same]}: remove one "
+                f"{where}: this key has the same value as the key at {origins[same]}: remove one "
                 "of them"
             )
-        found[key.name], places[key.name] = key, where
+        found[key.name], origins[key.name] = key, where
     return tuple(found.values())
 
 

@@ -49,7 +49,8 @@ class GrpcClient:
             async for reply in call:
                 if reply.tokens and reply.position != position:
                     raise RequestFailed(
-                        f"expected the token at position {position}, received {reply.position}"
+                        f"expected the token at position {position}, received the token at "
+                        f"position {reply.position}"
                     )
                 position += len(reply.tokens)
                 finished = bool(reply.finish_reason)

@@ -148,7 +148,8 @@ def _vocabulary(options: Options, target: Target, served: Served) -> range:
     try:
         return workload.ordinary_tokens(vocab_size)
     except ValueError as error:
-        raise WrongOptions(f"--vocab-size: {error}") from None
+        source = "the server" if options.server.vocab_size is None else "--vocab-size"
+        raise WrongOptions(f"{source}: {error}") from None
 
 
 def _check_fit(plan: Sequence[workload.Planned], served: Served) -> None:
@@ -159,9 +160,9 @@ def _check_fit(plan: Sequence[workload.Planned], served: Served) -> None:
     length = longest.input_len + longest.output_len
     if length > served.max_model_len:
         raise WrongOptions(
-            f"request {longest.number} has {length} tokens, but {served.model} accepts at most "
-            f"{served.max_model_len}: lower --input-len or --output-len, or cap the trace with "
-            "--max-input-len and --max-output-len"
+            f"request {longest.number} and its answer have {length} tokens, but {served.model} "
+            f"accepts at most {served.max_model_len}: lower --input-len or --output-len, or for a "
+            "trace or a dataset --max-input-len or --max-output-len"
         )
 
 

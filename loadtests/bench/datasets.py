@@ -42,12 +42,15 @@ def read_conversations(path: Path) -> list[Conversation]:
     try:
         entries = json.loads(path.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise BadDataset(f"{path}: not a JSON file ({error})") from None
+        raise BadDataset(f"{path}: expected a JSON file ({error})") from None
     if not isinstance(entries, list):
-        raise BadDataset(f"{path}: not a JSON list of conversations")
+        raise BadDataset(f"{path}: expected a JSON list of conversations")
     found = [each for number, entry in enumerate(entries) for each in _read(path, number, entry)]
     if not found:
-        raise BadDataset(f"{path}: no conversation has a prompt and a reply")
+        raise BadDataset(
+            f"{path}: expected a conversation with a prompt and a reply of at least {MIN_CHARS} "
+            "characters each"
+        )
     return found
 
 
@@ -60,7 +63,10 @@ def _read(path: Path, number: int, entry: Any) -> Iterator[Conversation]:
     ]
     texts = [value for value in values if isinstance(value, str)]
     if len(texts) < len(values):
-        raise BadDataset(f"{path}: entry {number} has a message whose field `value` is no text")
+        raise BadDataset(
+            f"{path}: entry {number}: expected the first two messages to have a string in the "
+            "field `value`"
+        )
     if len(texts) == 2 and min(map(len, texts)) >= MIN_CHARS:
         yield Conversation(*texts)
 

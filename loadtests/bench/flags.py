@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from penstock.cli.client_key import refuse_key
+from penstock.common.number_text import number_text
 
 
 def option(default: Any, about: str, positional: bool = False, also: Sequence[str] = ()) -> Any:
@@ -19,6 +20,16 @@ def option(default: Any, about: str, positional: bool = False, also: Sequence[st
     """
     metadata = {"about": about, "positional": positional, "also": also}
     return field(default=default, metadata=metadata)
+
+
+def check_least(
+    options: object, least: int, names: Sequence[str], kind: type[ValueError] = ValueError
+) -> None:
+    """Raise an error of type `kind` if one of the options `names` is below `least`."""
+    for name in names:
+        if (value := getattr(options, name)) < least:
+            flag = f"--{name.replace('_', '-')}"
+            raise kind(f"{flag} must be at least {least}, not {number_text(value)}")
 
 
 class _Parser(argparse.ArgumentParser):

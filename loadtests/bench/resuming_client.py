@@ -63,7 +63,8 @@ class Progress:
                 reply.ClearField(name)
         elif reply.tokens and reply.position != len(answer):
             raise BadAnswer(
-                f"expected the token at position {len(answer)}, received {reply.position}"
+                f"expected the token at position {len(answer)}, received the token at position "
+                f"{reply.position}"
             )
         answer.extend(reply.tokens)
         self.finishes[reply.choice] = self.finishes[reply.choice] or reply.finish_reason

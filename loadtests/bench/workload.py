@@ -64,7 +64,7 @@ class Lengths:
         if kind not in ("uniform", "lognormal") or not 1 <= lengths[0] <= lengths[1]:
             raise ValueError(
                 f"invalid length {text!r}: expected N, LOW-HIGH or lognormal:LOW-HIGH with "
-                "numbers of at least 1, such as 64-256"
+                "1 <= N and 1 <= LOW <= HIGH, such as 64-256"
             )
         return cls(*lengths, kind="lognormal" if kind == "lognormal" else "uniform")
 

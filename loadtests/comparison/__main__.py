@@ -19,7 +19,7 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from penstock.loadtests.bench.flags import option, read_flags
+from penstock.loadtests.bench.flags import check_least, option, read_flags
 from penstock.loadtests.bench.report import commit, machine
 from penstock.loadtests.comparison import output
 from penstock.loadtests.comparison.checkpoints import Cost, NoCheckpoint, checkpoint
@@ -51,11 +51,8 @@ class Run:
         for name in (*self.engines, *self.without):
             if name not in BY_NAME:
                 raise ValueError(f"unknown engine {name!r}: expected one of {_KNOWN}")
-        if self.rounds < 1 or self.threads < 0:
-            raise ValueError(
-                f"--rounds ({self.rounds}) must be at least 1 and --threads ({self.threads}) at "
-                "least 0"
-            )
+        check_least(self, 1, ("rounds",))
+        check_least(self, 0, ("threads",))
         if not self.chosen():
             raise ValueError("no engine is left to measure: check --engines and --without")
 

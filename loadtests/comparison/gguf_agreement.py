@@ -19,7 +19,7 @@ from pathlib import Path
 from penstock.common.checkpoint_errors import BadCheckpoint, UnsupportedModel
 from penstock.common.text.token_bytes import UnsupportedTokenizer
 from penstock.common.text.tokenizer import ModelTokenizer
-from penstock.loadtests.bench.flags import option, read_flags
+from penstock.loadtests.bench.flags import check_least, option, read_flags
 from penstock.loadtests.comparison.engines import (
     AS_IN_FILE,
     BY_NAME,
@@ -75,12 +75,9 @@ class Options:
 
     def __post_init__(self) -> None:
         if not Path(self.file).is_file():
-            raise ValueError(f"{self.file!r} is not a file")
-        if min(self.tokens, self.prompt_len, self.prompts) < 1 or self.threads < 0:
-            raise ValueError(
-                "--tokens, --prompt-len and --prompts must be at least 1 and --threads at least 0, "
-                f"not {self.tokens}, {self.prompt_len}, {self.prompts} and {self.threads}"
-            )
+            raise ValueError(f"{self.file!r} is not a file: expected the path of a GGUF file")
+        check_least(self, 1, ("tokens", "prompt_len", "prompts"))
+        check_least(self, 0, ("threads",))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -125,7 +122,9 @@ def _ids(file: Path) -> tuple[list[list[int]], list[list[int]]]:
     try:
         return ours, json.loads(done.stdout)
     except ValueError as error:
-        raise EngineFailed(f"llama.cpp printed no token ids: {done.stdout[-600:]!r}") from error
+        raise EngineFailed(
+            f"llama.cpp printed {done.stdout[-600:]!r}: expected token ids as JSON"
+        ) from error
 
 
 def _report_ids(ours: Sequence[list[int]], theirs: Sequence[list[int]]) -> int:

@@ -58,8 +58,10 @@ def read(path: Path) -> Record:
         content["work"], content["cost"] = Work(**content["work"]), Cost(**content["cost"])
         content["rounds"] = [[EngineRun(**run) for run in runs] for runs in content["rounds"]]
         return Record(**content)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BadRecord(f"{path} is not a record of a comparison run: {error}") from None
+    except OSError as error:
+        raise BadRecord(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BadRecord(f"{path} is not a record of a comparison run: {error!r}") from None
 
 
 def merged(records: Sequence[Record]) -> Record:

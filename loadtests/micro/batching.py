@@ -58,7 +58,7 @@ def num_steps(lengths: Sequence[int], max_sequences: int, static: bool) -> int:
 
 async def _measure(options: Options) -> dict[str, Any]:
     if not options.trace:
-        raise MeasurementFailed("no trace given: pass the path of a trace file")
+        raise MeasurementFailed("no trace is given: pass the path of a trace file")
     rows = read_trace(Path(options.trace))[: options.num_requests]
     lengths = [max(row.output_len, 1) for row in rows]
     found = {mode: num_steps(lengths, options.max_sequences, mode == "static") for mode in MODES}

@@ -106,7 +106,7 @@ def measure(rows: Sequence[TraceRow], options: Options) -> Waste:
 
 async def _measure(options: Options) -> dict[str, Any]:
     if not options.trace:
-        raise MeasurementFailed("no trace given: pass the path of a trace file")
+        raise MeasurementFailed("no trace is given: pass the path of a trace file")
     rows = read_trace(Path(options.trace))[: options.num_requests]
     waste = measure(rows, options)
     print(

@@ -118,14 +118,17 @@ async def bounded_workers(options: WorkerOptions) -> AsyncIterator[dict[str, str
 
 async def until_ready(router: StandaloneRouter, count: int) -> None:
     """Wait until all workers are ready at the router."""
-    began = time.perf_counter()
+    began, ready = time.perf_counter(), 0
     while time.perf_counter() - began < _READY_SECONDS:
         with contextlib.suppress(NoStatus):
             status = await asyncio.to_thread(fetch, router.admin, _OPERATOR)
-            if sum(each["state"] == "ready" for each in status["workers"]) == count:
+            ready = sum(each["state"] == "ready" for each in status["workers"])
+            if ready == count:
                 return
         await asyncio.sleep(0.2)
-    raise MeasurementFailed(f"{count} workers were not ready after {_READY_SECONDS:g} s")
+    raise MeasurementFailed(
+        f"{ready} workers were ready after {_READY_SECONDS:g} s: expected {count}"
+    )
 
 
 def key_of(tenant: str) -> str:

@@ -219,11 +219,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _compare_with_tree(guard: CheckOptions) -> int:
     try:
-        if guard.record or guard.rounds < 2:
-            raise ValueError(
-                f"--against needs --rounds of at least 2, not {guard.rounds}, and cannot be used "
-                "with --record: raise --rounds, or leave out --record"
-            )
+        if guard.record:
+            raise ValueError("--against cannot be used with --record: leave out one of them")
+        if guard.rounds < 2:
+            raise ValueError(f"--against needs --rounds of at least 2, not {guard.rounds}")
         other = SourceTree.at(Path(guard.against))
     except ValueError as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)

@@ -122,13 +122,16 @@ async def until_ready(admin: str, count: int) -> float:
 
     `admin` is the address of the router's port for operators.
     """
-    began = time.perf_counter()
+    began, ready = time.perf_counter(), 0
     while time.perf_counter() - began < _READY_SECONDS:
         status = await asyncio.to_thread(fetch, admin, None)
-        if sum(each["state"] == "ready" for each in status["workers"]) == count:
+        ready = sum(each["state"] == "ready" for each in status["workers"])
+        if ready == count:
             return time.perf_counter() - began
         await asyncio.sleep(0.2)
-    raise MeasurementFailed(f"{count} workers were not ready after {_READY_SECONDS:g} s")
+    raise MeasurementFailed(
+        f"{ready} workers were ready after {_READY_SECONDS:g} s: expected {count}"
+    )
 
 
 async def _one(stub: Any, fan: FanIn, random_: random.Random, seen: Received) -> None:

@@ -117,8 +117,10 @@ async def http_load(address: str, streams: int, output_len: int) -> int:
         writer.write(head.encode() + body)
         answer = await reader.read(-1)
         writer.close()
-        if answer.count(b"data: [DONE]") != 1:
-            raise MeasurementFailed(f"a stream ended without its end mark: {answer[-300:]!r}")
+        if (count := answer.count(b"data: [DONE]")) != 1:
+            raise MeasurementFailed(
+                f"a stream had `data: [DONE]` {count} times, expected once: {answer[-300:]!r}"
+            )
         return answer.count(b'"text":')
 
     return sum(await asyncio.gather(*(one() for _ in range(streams))))

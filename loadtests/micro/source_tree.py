@@ -61,7 +61,8 @@ class SourceTree:
             if path.with_suffix(".py").is_file() or (path / "__init__.py").is_file():
                 return name
         raise ValueError(
-            f"{self.root} is not a checkout of Penstock: it has no {' or '.join(names)}"
+            f"{self.root} is not a checkout of Penstock: expected one of the modules "
+            f"{', '.join(names)}"
         )
 
     async def run(self, *arguments: str) -> Any:

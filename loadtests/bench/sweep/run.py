@@ -72,7 +72,7 @@ def check_sweep(sweep: Sweep, work: Work, goals: Goals | None) -> None:
         raise WrongOptions("--rate inf cannot be used with --sweep: give a finite first rate")
     if work.rate is None and work.num_warmups == 0:
         raise WrongOptions(
-            "--sweep has no first rate: give --rate, or at least one request of warm-up"
+            "--sweep has no first rate: give --rate, or set --num-warmups to 1 or more"
         )
     if not 0 < sweep.step_seconds < math.inf:
         raise WrongOptions(f"--step-seconds must be above 0 and finite, not {sweep.step_seconds:g}")

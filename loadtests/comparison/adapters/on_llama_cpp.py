@@ -63,7 +63,7 @@ def _q4_k_m(model: Path) -> Path:
             str(source).encode(), str(file).encode(), ctypes.byref(parameters)
         )
         if code:
-            raise RuntimeError(f"llama.cpp could not quantize {source}: it returned {code}")
+            raise RuntimeError(f"llama.cpp could not quantize {source}: error code {code}")
 
     return Path(gguf_file.made(model / "q4_k_m.gguf", quantize))
 
@@ -96,7 +96,9 @@ def _context(model: Any, num_sequences: int, length: int, threads: int, f16_cach
         parameters.type_k = parameters.type_v = _F32
     context = llama_cpp.llama_init_from_model(model, parameters)
     if not context:
-        raise RuntimeError("llama.cpp could not create the context: out of memory?")
+        raise RuntimeError(
+            f"llama.cpp could not create a context of {parameters.n_ctx} tokens: see its log"
+        )
     return context
 
 
@@ -138,7 +140,7 @@ def _decode(
             batch.n_seq_id[index], batch.seq_id[index][0] = 1, sequence
             batch.logits[index] = wanted
         if code := llama_cpp.llama_decode(context, batch):
-            raise RuntimeError(f"llama_decode failed for {len(entries)} tokens with code {code}")
+            raise RuntimeError(f"llama_decode failed for {len(entries)} tokens: error code {code}")
         for index, (_, _, sequence, wanted) in enumerate(entries):
             if wanted:
                 row = llama_cpp.llama_get_logits_ith(context, index)

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from penstock.loadtests.bench.client_http import HttpClient
 from penstock.loadtests.bench.clients import Target
-from penstock.loadtests.bench.flags import option, read_flags
+from penstock.loadtests.bench.flags import check_least, option, read_flags
 from penstock.loadtests.bench.load import Load
 from penstock.loadtests.bench.metrics import Goals
 from penstock.loadtests.bench.traces import BadTrace, read_trace
@@ -83,12 +83,8 @@ class Options:
             raise ValueError(
                 f"--streams must be numbers of at least 1, not {' '.join(self.streams)}"
             )
-        counts = (self.rounds, self.requests, self.input_len, self.output_len, self.trace_divide)
-        if min(counts) < 1:
-            raise ValueError(
-                "--rounds, --requests, --input-len, --output-len and --trace-divide must be at "
-                f"least 1, not {min(counts)}"
-            )
+        names = ("rounds", "requests", "input_len", "output_len", "trace_divide")
+        check_least(self, 1, names)
         if self.save_json and not Path(self.save_json).absolute().parent.is_dir():
             raise ValueError(f"--save-json {self.save_json}: its folder does not exist")
 

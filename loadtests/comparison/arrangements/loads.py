@@ -99,8 +99,8 @@ def thinned_trace(rows: Sequence[TraceRow], thinning: Thinning, goals: Goals) ->
     kept = [row for row, one in zip(early, drawn, strict=True) if one < thinning.keep]
     if not kept:
         raise ValueError(
-            f"none of the {len(early)} requests in the first seconds of the trace was kept: raise "
-            "--trace-keep or --trace-seconds"
+            f"none of the {len(early)} requests in the first {thinning.seconds:g} s of the trace "
+            "was kept: raise --trace-keep or --trace-seconds"
         )
     short = [_shortened(row, thinning) for row in kept]
     return LoadPlan("trace", traced_load(short, [row.at for row in kept]), goals=goals)

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.loadtests.bench.flags import option, read_flags
+from penstock.loadtests.bench.flags import check_least, option, read_flags
 from penstock.loadtests.comparison.environments import (
     NotInstalled,
     cache_folder,
@@ -56,16 +56,10 @@ class Options:
         for name in self.routers:
             if name not in BY_NAME:
                 raise ValueError(f"unknown router {name!r}: expected one of {_KNOWN}")
-        if min(self.rounds, self.streams, self.output_len, self.probes) < 1:
-            raise ValueError(
-                f"--rounds ({self.rounds}), --streams ({self.streams}), --output-len "
-                f"({self.output_len}) and --probes ({self.probes}) must be at least 1"
-            )
-        if not (0 < self.step_ms < math.inf and 0 < self.idle_seconds < math.inf):
-            raise ValueError(
-                f"--step-ms ({self.step_ms:g}) and --idle-seconds ({self.idle_seconds:g}) must be "
-                "finite and above 0"
-            )
+        check_least(self, 1, ("rounds", "streams", "output_len", "probes"))
+        for flag, number in (("--step-ms", self.step_ms), ("--idle-seconds", self.idle_seconds)):
+            if not 0 < number < math.inf:
+                raise ValueError(f"{flag} must be above 0 and finite, not {number:g}")
         if self.save_json and not Path(self.save_json).absolute().parent.is_dir():
             raise ValueError(f"--save-json {self.save_json}: its folder does not exist")
 

@@ -124,9 +124,8 @@ def check_answer(response: bytes, output_len: int) -> int:
     chunks = dechunked(body) if b"transfer-encoding: chunked" in head.lower() else [body]
     texts, reasons, ended = _events(b"".join(chunks))
     if not ended or not any(reasons):
-        raise MeasurementFailed(
-            f"a stream ended without a finish reason or an end mark: {body[-300:]!r}"
-        )
+        missing = "a finish reason" if ended else "`data: [DONE]`"
+        raise MeasurementFailed(f"a stream ended without {missing}: {body[-300:]!r}")
     texts = [text for text in texts if text]
     if len(texts) != output_len or any(text.strip() != TOKEN.strip() for text in texts):
         raise MeasurementFailed(

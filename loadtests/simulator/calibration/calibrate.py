@@ -114,7 +114,9 @@ def server_of(given: ServerOptions) -> MeasuredServer:
     """Return the server that the options name. Raises ValueError and BadKey."""
     scheme, found, rest = given.address.partition("://")
     if not found or scheme not in ("grpc", "http", "https"):
-        raise ValueError(f"address {given.address!r}: expected grpc:// or http[s]://HOST:PORT")
+        raise ValueError(
+            f"address {given.address!r}: expected grpc://HOST:PORT or http[s]://HOST:PORT"
+        )
     address = rest.rstrip("/") if scheme == "grpc" else given.address
     api: Api = "grpc" if scheme == "grpc" else "completions"
     target = Target(address, api, "", client_key(given.api_key_file) or "")

@@ -14,7 +14,7 @@ import numpy as np
 from penstock.cli.client_key import ABOUT
 from penstock.common.api_key import BadKey
 from penstock.loadtests.bench.clients import ServerUnusable
-from penstock.loadtests.bench.flags import option, read_flags
+from penstock.loadtests.bench.flags import check_least, option, read_flags
 from penstock.loadtests.bench.metrics import Outcome
 from penstock.loadtests.bench.traces import BadTrace, read_trace
 from penstock.loadtests.bench.workload import Lengths, Planned, drawn_load
@@ -106,11 +106,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def load_of(playing: Playing, seed: int) -> list[Planned]:
     """Return the load that the options describe. Raises WrongOptions, BadTrace and OSError."""
-    if not 0 < playing.keep <= 1 or playing.divide < 1 or playing.runs < 1:
-        raise WrongOptions(
-            f"--keep ({playing.keep:g}) must be above 0 and at most 1, and --divide "
-            f"({playing.divide}) and --runs ({playing.runs}) must be at least 1"
-        )
+    if not 0 < playing.keep <= 1:
+        raise WrongOptions(f"--keep must be above 0 and at most 1, not {playing.keep:g}")
+    check_least(playing, 1, ("divide", "runs", "num_requests"), WrongOptions)
     if playing.recorded is not None:
         load = recorded_load(playing.recorded)
     elif playing.trace is not None:
@@ -121,7 +119,9 @@ def load_of(playing: Playing, seed: int) -> list[Planned]:
         count = playing.num_requests if burst else max(1, int(playing.rate * playing.seconds))
         load = drawn_load(count, playing.rate, inputs, outputs, seed)
     if not load:
-        raise WrongOptions("the load has no requests")
+        if playing.recorded is not None:
+            raise WrongOptions(f"--recorded {playing.recorded}: the file has no requests")
+        raise WrongOptions("the load has no requests: raise --seconds or --keep")
     return load
 
 
@@ -187,7 +187,8 @@ async def _measure(
         if longest > server.max_model_len:
             raise WrongOptions(
                 f"a request has {longest} tokens, but the server accepts at most "
-                f"{server.max_model_len}: use a larger --divide"
+                f"{server.max_model_len}: lower --input-len or --output-len, or for a trace raise "
+                "--divide"
             )
         await server.play(load[:1])
         measured = [_latencies(await server.play(load)) for _ in range(runs)]

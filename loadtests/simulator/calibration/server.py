@@ -84,7 +84,8 @@ class MeasuredServer:
         """Query the server for its vocabulary size and context length. Raises ServerUnusable."""
         served = await self._client.describe()
         if served.vocab_size is None or served.max_model_len is None:
-            raise ServerUnusable("the server does not report its vocabulary size and context")
+            missing = "vocabulary size" if served.vocab_size is None else "context length"
+            raise ServerUnusable(f"the server does not report its {missing}")
         self._vocabulary = ordinary_tokens(served.vocab_size)
         self.max_model_len = served.max_model_len
 
@@ -123,11 +124,14 @@ class MeasuredServer:
                 session.get(self._admin + path) as response,
             ):
                 if response.status != 200:
-                    raise ServerUnusable(f"{self._admin}{path}: HTTP {response.status}")
+                    raise ServerUnusable(
+                        f"{self._admin}{path}: HTTP status {response.status}, expected 200"
+                    )
                 return dict(await response.json())
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise ServerUnusable(
-                f"{self._admin}{path}: {error}; give the operators' address with --admin"
+                f"{self._admin}{path}: {str(error) or type(error).__name__}; give the operators' "
+                "address with --admin"
             ) from None
 
 

@@ -102,6 +102,8 @@ def _numbers(text: str | None, name: str, there: Sequence[int]) -> list[int] | N
     except ValueError:
         raise WrongOptions(f"--{name} {text!r}: expected 'none', or numbers as in 0,3,7") from None
     strange = [number for number in numbers if number not in there]
+    if strange and not there:
+        raise WrongOptions(f"--{name}: the schedule has no {name}: expected 'none'")
     if strange:
         raise WrongOptions(
             f"--{name}: expected numbers from 0 to {len(there) - 1}, not {strange[0]}"

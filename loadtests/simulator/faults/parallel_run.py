@@ -58,7 +58,9 @@ def play_batches(seeds: Sequence[range], play: Play, processes: int) -> Iterator
             seed_range = waiting.pop(future)
             yield SeedBatch(seed_range.start, len(seed_range), *future.result())
     except BrokenProcessPool:
-        raise OSError("a simulation process died; run again with --record to resume") from None
+        raise OSError(
+            "a simulation process died: with --record, the next run continues this run"
+        ) from None
     finally:
         executor.shutdown(cancel_futures=True)
 
@@ -91,7 +93,7 @@ class RunRecord:
         try:
             *lines, cut = self._path.read_text(encoding="utf-8").split("\n")
         except UnicodeDecodeError:
-            raise BadRecord(f"{self._path}: not a text file") from None
+            raise BadRecord(f"{self._path}: expected a text file in UTF-8") from None
         batches: list[SeedBatch] = []
         for number, line in enumerate(lines, start=1):
             try:

@@ -89,7 +89,7 @@ def read_timing(path: Path) -> Timing:
     try:
         given = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise BadTiming(f"{path}: not YAML ({str(error).splitlines()[0]})") from None
+        raise BadTiming(f"{path}: expected YAML ({str(error).splitlines()[0]})") from None
     names = [each.name for each in fields(Timing)]
     if not isinstance(given, dict) or not given:
         raise BadTiming(
@@ -100,7 +100,7 @@ def read_timing(path: Path) -> Timing:
 
 def _number(path: Path, name: object, value: Any, names: list[str]) -> float:
     if name not in names:
-        raise BadTiming(f"{path}: unknown name {name!r}; known names: {', '.join(names)}")
+        raise BadTiming(f"{path}: unknown name {name!r}: expected one of {', '.join(names)}")
     try:
         number = float(value)  # YAML 1.1 parses a number such as 78e-6 as a string
     except (TypeError, ValueError):

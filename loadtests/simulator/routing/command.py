@@ -123,7 +123,7 @@ def _loads(options: Options) -> Mapping[str, tuple[Sequence[Prompt], float]]:
                 f"not {getattr(options, name):g}"
             )
     if not options.trace:
-        raise ValueError("no trace given: give the path of a Mooncake trace")
+        raise ValueError("no trace is given: pass the path of a Mooncake trace")
     rows = read_trace(Path(options.trace))[: options.requests or None]
     if not any(row.blocks for row in rows) or rows[-1].at <= 0:
         raise ValueError(

@@ -168,8 +168,8 @@ class Cluster:
         with rare_collections():
             while self._left:
                 if self.clock.now > last + END_SECONDS:
-                    waits = f"{self._left} requests never end"
-                    raise RuntimeError(f"{waits}: the cluster is too small, add workers")
+                    limit = f"{END_SECONDS:g} s (simulated) after the last arrival"
+                    raise RuntimeError(f"{self._left} requests have not ended {limit}: add workers")
                 self.clock.step()
         self._accrue_cost()
         for worker in self._live.values():

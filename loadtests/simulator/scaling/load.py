@@ -12,7 +12,7 @@ from penstock.cluster.autoscaling.autoscaler import (
     TTFT_SLO_WAIT_SECONDS,
     PoolLimits,
 )
-from penstock.loadtests.bench.flags import read_flags
+from penstock.loadtests.bench.flags import check_least, read_flags
 from penstock.loadtests.bench.traces import BadTrace
 from penstock.loadtests.bench.workload import Lengths, Planned
 from penstock.loadtests.simulator.model.timing import BadTiming, Timing, read_timing
@@ -86,11 +86,11 @@ def _check(arriving: Arriving, serving: Serving) -> None:
                 )
     if arriving.low > arriving.high:
         raise WrongOptions(f"--low ({arriving.low:g}) must not be above --high ({arriving.high:g})")
-    delays = (serving.cold_start, serving.promised, arriving.seed)
-    if not all(0 <= each < 2**63 for each in delays):
-        raise WrongOptions("--cold-start, --promised and --seed must not be negative")
-    if min(serving.mixed, serving.prefill, serving.decode) < 0:
-        raise WrongOptions("--mixed, --prefill and --decode must not be negative")
+    delays = (("--cold-start", serving.cold_start), ("--promised", serving.promised))
+    for flag, value in (*delays, ("--seed", arriving.seed)):
+        if not 0 <= value < 2**63:
+            raise WrongOptions(f"{flag} must be at least 0 and below 2^63, not {value:g}")
+    check_least(serving, 0, ("mixed", "prefill", "decode"), WrongOptions)
     if bool(serving.prefill) != bool(serving.decode):
         raise WrongOptions("--prefill and --decode must be given together")
     if not (serving.mixed or serving.prefill):
@@ -101,16 +101,14 @@ def _check(arriving: Arriving, serving: Serving) -> None:
 
 
 def _check_cells(serving: Serving) -> None:
-    workers = (serving.mixed, serving.prefill, serving.decode)
-    if serving.cells < 1 or any(count % serving.cells for count in workers):
-        raise WrongOptions(
-            f"--cells ({serving.cells}) must be at least 1, and divide the number of workers of "
-            "each role"
-        )
-    if serving.cells > 1 and (serving.scaler != "static" or serving.page or serving.compare):
-        raise WrongOptions(
-            "--cells above 1 needs `--scaler static`, and cannot be used with --page or --compare"
-        )
+    check_least(serving, 1, ("cells",), WrongOptions)
+    for role in ("mixed", "prefill", "decode"):
+        if (count := getattr(serving, role)) % serving.cells:
+            raise WrongOptions(f"--cells ({serving.cells}) must divide --{role} ({count})")
+    if serving.cells > 1 and serving.scaler != "static":
+        raise WrongOptions("--cells above 1 needs `--scaler static`")
+    if serving.cells > 1 and (serving.page or serving.compare):
+        raise WrongOptions("--cells above 1 cannot be used with --page or --compare")
 
 
 def load_of(arriving: Arriving) -> list[Planned]:

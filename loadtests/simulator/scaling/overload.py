@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
-from penstock.loadtests.bench.flags import option, read_flags
+from penstock.loadtests.bench.flags import check_least, option, read_flags
 from penstock.loadtests.bench.workload import Lengths, Planned
 from penstock.loadtests.simulator.model.timing import Timing
 from penstock.loadtests.simulator.scaling.call import Call
@@ -90,17 +90,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def measure(overload: Overload) -> dict[str, object]:
     """Return the figures of all simulations and the missed goals. Raises ValueError."""
-    numbers = (overload.max_sequences, overload.max_batched_tokens, overload.workers)
-    if min(*numbers, overload.tries, overload.seed + 1) < 1:
-        raise ValueError(
-            "--workers, --max-sequences, --max-batched-tokens and --tries must be at least 1, and "
-            "--seed at least 0"
-        )
-    if not all(0 < each < math.inf for each in (overload.seconds, overload.max_wait)):
-        raise ValueError(
-            f"--seconds ({overload.seconds:g}) and --max-wait ({overload.max_wait:g}) must be "
-            "above 0 and finite"
-        )
+    check_least(overload, 1, ("workers", "max_sequences", "max_batched_tokens", "tries"))
+    check_least(overload, 0, ("seed",))
+    for flag, seconds in (("--seconds", overload.seconds), ("--max-wait", overload.max_wait)):
+        if not 0 < seconds < math.inf:
+            raise ValueError(f"{flag} must be above 0 and finite, not {seconds:g}")
     if not 1 <= overload.factor < math.inf:
         raise ValueError(f"--factor must be at least 1 and finite, not {overload.factor:g}")
     rate, capacity = find_capacity(overload)

@@ -118,7 +118,7 @@ def cases(loads: Loads) -> list[Case]:
         found.append(Case("wave", drawn, of_peak=0.65))
         found.append(Case("steps", replace(drawn, shape="steps")))
     if not found:
-        raise WrongOptions("no load is chosen: give a trace or --wave")
+        raise WrongOptions("no load is chosen: give --code, --conversation, --mooncake or --wave")
     return found
 
 

@@ -150,5 +150,7 @@ async def test_unreachable_server_is_reported(key: Api) -> None:
 async def test_skipped_position_fails_the_request() -> None:
     with grpc_stub(Behaviour(skip=True)) as address:
         async with opened("grpc", address.removeprefix("grpc://")) as client:
-            with pytest.raises(RequestFailed, match="expected the token at position 1, received 2"):
+            with pytest.raises(
+                RequestFailed, match="at position 1, received the token at position 2"
+            ):
                 await read_chunks(client)

@@ -35,12 +35,15 @@ def test_first_prompt_and_reply_of_each_conversation_are_read(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("{", "not a JSON file"),
-        ({"a": 1}, "not a JSON list"),
+        ("{", "expected a JSON file"),
+        ({"a": 1}, "expected a JSON list"),
         ([entry("x" * 20, "y" * 20), 3], "entry 1 has no list in the field `conversations`"),
         ([{"conversations": 1}], "entry 0 has no list"),
-        ([entry("x" * 20, 5)], "entry 0 has a message whose field `value` is no text"),
-        ([entry("short", "short")], "no conversation has a prompt and a reply"),
+        ([entry("x" * 20, 5)], "entry 0: expected the first two messages"),
+        (
+            [entry("short", "short")],
+            "expected a conversation with a prompt and a reply of at least 16",
+        ),
     ],
 )
 def test_wrong_file_is_refused(tmp_path: Path, content: Any, words: str) -> None:

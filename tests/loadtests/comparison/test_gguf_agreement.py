@@ -79,7 +79,7 @@ def test_prompts_are_pieces_of_the_ids_of_equal_length(file: Path) -> None:
     ("flags", "message"),
     [
         (["no-such.gguf"], "'no-such.gguf' is not a file"),
-        ([__file__, "--tokens", "0"], "--tokens, --prompt-len and --prompts must be at least 1"),
+        ([__file__, "--tokens", "0"], "--tokens must be at least 1, not 0"),
     ],
 )
 def test_wrong_flags_give_a_one_line_error(

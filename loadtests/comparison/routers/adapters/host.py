@@ -43,7 +43,10 @@ def running(
         deadline = time.monotonic() + _START_SECONDS
         while not _answers(ready_url):
             if process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"{' '.join(command)} did not answer at {ready_url}")
+                what = f"did not answer within {_START_SECONDS:g} s"
+                if process.poll() is not None:
+                    what = f"exited with code {process.poll()} before it answered"
+                raise RuntimeError(f"{' '.join(command)} {what} at {ready_url}")
             time.sleep(0.2)
         yield
     finally:

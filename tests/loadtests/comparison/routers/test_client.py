@@ -40,8 +40,8 @@ def test_last_event_without_text_is_no_token() -> None:
         ((event(" a"), event(" a"), event(" a", "length"), DONE), "3 events with 3 tokens"),
         ((event(" a a", "length"), DONE), "1 events with 2 tokens: expected 2 events of one token"),
         ((event(" a"), event(" b", "length"), DONE), "2 events with 1 tokens"),
-        ((event(" a"), event(" a", "length")), "without a finish reason or an end mark"),
-        ((event(" a"), event(" a"), DONE), "without a finish reason or an end mark"),
+        ((event(" a"), event(" a", "length")), r"ended without `data: \[DONE\]`"),
+        ((event(" a"), event(" a"), DONE), "ended without a finish reason"),
     ],
 )
 def test_wrong_answer_is_an_error(chunks: tuple[bytes, ...], message: str) -> None:

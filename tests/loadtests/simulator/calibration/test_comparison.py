@@ -146,7 +146,7 @@ def test_operators_address_follows_from_the_clients_address() -> None:
         ([], "--timing FILE"),
         (["--timing", "none.yaml"], "No such file"),
         (["--keep", "0"], "must be above 0 and at most 1"),
-        (["ftp://x"], "expected grpc:// or http"),
+        (["ftp://x"], "expected grpc://HOST:PORT or http"),
     ],
 )
 def test_wrong_options_are_refused_in_one_line(

@@ -86,7 +86,7 @@ def test_clairvoyant_needs_workers_only_for_the_actual_arrivals() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--wave", "0"], "no load is chosen: give a trace or --wave"),
+        (["--wave", "0"], "no load is chosen: give --code"),
         (["--cold-starts", "soon"], "expected seconds from 0 to 3600"),
         (["--cold-starts", "-1"], "expected seconds"),
         (["--code", "none.csv"], "none.csv"),
