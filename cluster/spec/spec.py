@@ -83,8 +83,8 @@ class ModelSpec:
         cached, dtype = self.kv_cache_dtype, self.dtype
         if dtype in ("bfloat16", "float16") and cached not in ("auto", dtype, "fp8", "int8"):
             raise SpecError(
-                f"kv_cache_dtype: {cached} cannot be used with dtype {dtype}: a cache of another "
-                "float dtype needs dtype float32; use auto, fp8 or int8"
+                f"kv_cache_dtype: {cached} cannot be used with dtype {dtype}: use auto (the same "
+                "dtype), fp8 or int8, or set dtype to float32"
             )
 
 

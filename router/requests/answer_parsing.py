@@ -149,8 +149,8 @@ class ModelParsers:
         form = strict_form(calls, grammar_of)
         if form is None:
             raise invalid(
-                "'strict' is not supported for the calls of this model, whose format is "
-                f"{self._parsers.tools}: set 'strict' to false, or tool_choice to 'required'",
+                f"'strict' is not supported with the tool call format {self._parsers.tools} of "
+                "this model: set 'strict' to false, or force a tool call with tool_choice",
                 "tools",
             )
         return form

@@ -54,7 +54,7 @@ def check_sizes(sizes: CallSizes, bounds: RequestBounds) -> None:
     for name, (count, most, unit) in limits.items():
         if count > most:
             field = name.partition(".")[0]
-            raise invalid(f"{name} takes at most {most} {unit}, not {count}", field)
+            raise invalid(f"{field} has {count} {unit}; at most {most} are allowed", field)
 
 
 def check_num_tokens(name: str, count: int, most: int) -> None:

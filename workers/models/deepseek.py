@@ -86,7 +86,7 @@ def read_routing(
     if top_groups > num_groups or top_groups * size < top_k:
         raise config.bad(
             "topk_group",
-            f"at most n_group ({num_groups}), and enough groups to contain {top_k} experts "
-            "(num_experts_per_tok)",
+            f"{-(-top_k // size)} to {num_groups} (n_group), so that the chosen groups have at "
+            f"least num_experts_per_tok ({top_k}) experts",
         )
     return RoutingSpec(method, scale, num_groups, top_groups)

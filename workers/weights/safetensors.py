@@ -89,6 +89,8 @@ def _read_header(path: Path, file: BufferedReader, file_bytes: int) -> dict[str,
         raise _broken(path, f"it ends inside its header, at {file_bytes} bytes")
     try:
         header = json.loads(file.read(length), object_pairs_hook=_distinct)
+    except _RepeatedName as error:
+        raise _broken(path, f"its header contains the name {str(error)!r:.80} twice") from None
     except (ValueError, RecursionError) as error:
         raise _broken(path, f"its header cannot be parsed as JSON ({error})") from None
     if not isinstance(header, dict):
@@ -99,14 +101,20 @@ def _read_header(path: Path, file: BufferedReader, file_bytes: int) -> dict[str,
     return entries
 
 
+class _RepeatedName(Exception):
+    """Raised with a name that an object of the header contains twice."""
+
+
 def _broken(path: Path, what: str) -> BadCheckpoint:
     return BadCheckpoint(f"{path} is corrupt or incomplete: {what}. Copy or download it again")
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name appears twice")
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise _RepeatedName(name)
+        found[name] = value
     return found
 
 

@@ -141,7 +141,9 @@ def find_capacity(overload: Overload) -> tuple[float, Outcome]:
             high = rate
     if not low:
         raise ValueError(
-            "the cluster meets the goals at none of the rates that were tried: raise --workers"
+            f"even at {high:.3g} requests/s, the lowest rate tried, fewer than {KEPT:.0%} of the "
+            f"requests meet both goals (TTFT {TTFT_SECONDS:g} s, TPOT {TPOT_SECONDS:g} s): lower "
+            "--input-len, or raise --tries to try lower rates"
         )
     return low, best
 

@@ -173,7 +173,7 @@ def _sizes(reader: _Reader) -> Values:
     head_dim = reader.size("attention.key_length", max(1, hidden // heads))
     if reader.size("attention.value_length", head_dim) != head_dim:
         raise reader.metadata.bad(
-            reader.key("attention.value_length"), f"{head_dim}, the length of a key"
+            reader.key("attention.value_length"), f"{head_dim}, the head dimension"
         )
     embeddings = reader.tensors.get("token_embd.weight")
     if embeddings is None or len(embeddings.shape) != 2:
@@ -203,7 +203,7 @@ def _rope(reader: _Reader, values: Values, partial: bool) -> Values:
     if rotated > head_dim or (rotated != head_dim and not partial):
         allowed = f"at most {head_dim}" if partial else head_dim
         raise reader.metadata.bad(
-            reader.key("rope.dimension_count"), f"{allowed}, the length of a key"
+            reader.key("rope.dimension_count"), f"{allowed}, the head dimension"
         )
     found: Values = {}
     if rotated != head_dim:

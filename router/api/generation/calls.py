@@ -214,7 +214,8 @@ def _forced(sampling: SamplingParams, schema: str) -> SamplingParams:
         forced.validate()
     except InvalidParameterError as error:
         raise invalid(
-            f"the schema of the tool calls, which is made from tools, is not valid: {error}",
+            "the JSON Schema that the server builds from 'tools' is refused: "
+            f"{str(error).removeprefix('structured_outputs: ')}",
             "tools",
         ) from error
     return replace(sampling, structured_outputs=forced)

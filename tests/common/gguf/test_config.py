@@ -189,11 +189,11 @@ REFUSED: dict[str, tuple[Change, str]] = {
     ),
     "partial rotation": (
         set_uint("llama.rope.dimension_count", 6),
-        r"rope\.dimension_count is 6: expected 12, the length of a key",
+        r"rope\.dimension_count is 6: expected 12, the head dimension",
     ),
     "values of another length": (
         set_uint("llama.attention.value_length", 14),
-        r"value_length is 14: expected 12, the length of a key",
+        r"value_length is 14: expected 12, the head dimension",
     ),
     "heads differ": (
         set_list("llama.attention.head_count_kv", [4, 2]),

@@ -148,7 +148,10 @@ async def test_costly_grpc_request_is_refused_with_its_cost_and_the_bound(
 REFUSED_BY_GRPC: list[tuple[dict[str, Any], str]] = [
     ({"tokens": pb.Tokens(ids=[5] * 1_000_000)}, "prompt has 1000000 tokens"),
     ({"text": " " * 1_000_000}, "prompt has 1000000 characters"),
-    ({"chat": {"messages": [MESSAGE] * 4097}}, "messages takes at most 4096 messages, not 4097"),
+    (
+        {"chat": {"messages": [MESSAGE] * 4097}},
+        "messages has 4097 messages; at most 4096 are allowed",
+    ),
     (
         {"text": "x", "sampling": pb.Sampling(logit_bias=dict.fromkeys(range(100_000), 1.0))},
         "at most 1024 entries, not 100000",
@@ -157,14 +160,14 @@ REFUSED_BY_GRPC: list[tuple[dict[str, Any], str]] = [
         {"text": "x", "sampling": pb.Sampling(allowed_tokens=[5] * 1_000_000)},
         "allowed_token_ids has 1000000 tokens; at most 401",
     ),
-    ({"text": "x", "stop": ["a"] * 100_000}, "stop takes at most 16 strings, not 100000"),
+    ({"text": "x", "stop": ["a"] * 100_000}, "stop has 100000 strings; at most 16 are allowed"),
     (
         {"text": "x", "resume_from": [pb.ResumeState(tokens=[5] * 1_000_000)]},
         f"resume_from has 1000000 tokens; at most {CONTEXT}",
     ),
     (
         {"text": "x", "resume_from": [pb.ResumeState(choice=i) for i in range(10_000)]},
-        "resume_from takes at most 64 choices, not 10000",
+        "resume_from has 10000 choices; at most 64 are allowed",
     ),
 ]
 

@@ -123,7 +123,7 @@ async def test_most_messages_of_a_chat_are_rendered_and_one_more_is_refused(
     assert answer.status_code == 200, answer.text
     assert answer.json()["tokens"] == byte_level().encode(text * most, add_special_tokens=False).ids
     refused = await post(http, TOKENIZE, {"messages": [*messages, messages[0]]})
-    assert "at most 4096 messages" in message_of(refused, "messages")
+    assert "4097 messages; at most 4096 are allowed" in message_of(refused, "messages")
 
 
 @pytest.mark.parametrize("path", [CHAT, TOKENIZE])
@@ -257,7 +257,7 @@ async def test_sampling_parameters_are_computed_once_for_a_call(
 
 
 LARGE_MESSAGES: dict[str, tuple[bytes, str]] = {
-    "empty messages": (b"\x0a\x00" * ((FULL - 100) // 2), "messages takes at most 4096"),
+    "empty messages": (b"\x0a\x00" * ((FULL - 100) // 2), "at most 4096 are allowed"),
     "malformed": (b"\xff" * 100_000, "not a valid penstock.v1.TokenizeRequest"),
     "long text": (pb.TokenizeRequest(text="x " * 1_000_000).SerializeToString(), ""),
 }

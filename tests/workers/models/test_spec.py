@@ -368,7 +368,7 @@ def test_unsupported_setting_is_named_in_the_error(
         (V3 | {"n_group": 5}, "n_group is 5.*12 experts"),
         (V3 | {"n_group": 12, "topk_group": 12}, "n_group is 12.*expected a number that divides"),
         (V3 | {"topk_group": 5}, "topk_group is 5"),
-        (V3 | {"num_experts_per_tok": 7}, "topk_group is 2.*enough groups to contain 7 "),
+        (V3 | {"num_experts_per_tok": 7}, "topk_group is 2.*num_experts_per_tok \\(7\\)"),
         (V3 | {"qk_rope_head_dim": 7}, "qk_rope_head_dim is 7.*even"),
         (V3 | {"kv_lora_rank": 0}, "kv_lora_rank is 0"),
         (V3 | {"num_nextn_predict_layers": -1}, "num_nextn_predict_layers is -1"),

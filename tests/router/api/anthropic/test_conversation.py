@@ -146,7 +146,9 @@ def test_deep_inputs_are_refused() -> None:
 
 def test_lists_are_counted_with_nested_blocks() -> None:
     nested = result("0", content=[text("x")] * BOUNDS.max_content_pieces)
-    with pytest.raises(ServingError, match="content takes at most 4096 content parts, not 4098"):
+    with pytest.raises(
+        ServingError, match="messages has 4098 content parts; at most 4096 are allowed"
+    ):
         messages_of(("user", "x"), ("assistant", CALLS[:1]), ("user", [nested]))
 
 
