@@ -33,7 +33,10 @@ def frame_size(items: Sequence[bytes]) -> int:
 
 
 def pieces(items: Sequence[bytes]) -> Iterator[bytes | memoryview]:
-    """Yield the frame of `items` in pieces that can be sent one by one, without copying items."""
+    """Yield the frame of `items` in pieces that can be sent one by one.
+
+    The pieces of a frame of more than PIECE_BYTES are views of the items, not copies.
+    """
     if frame_size(items) <= PIECE_BYTES:
         yield pack(items)
         return

@@ -70,9 +70,9 @@ class HelperProcess(asyncio.Protocol):
         self._on_end = on_end
         self._reader = FrameReader()
         self._transport: asyncio.Transport | None = None
-        # For each job, the pieces that have not been passed to the transport. The transport copies
-        # bytes that the socket does not accept at once, so it gets one piece at a time: copying a
-        # large job would hold the event loop for milliseconds.
+        # For each job, the pieces that have not been passed to the transport. In Python 3.11, the
+        # transport copies bytes that the socket does not accept at once, so it gets one piece at a
+        # time: copying a large job would hold the event loop for milliseconds.
         self._unsent: deque[Iterator[bytes | memoryview]] = deque()
         self._is_writable = True
         self._is_closed = False

@@ -197,7 +197,7 @@ class HelperPool:
                 )
                 for job in jobs:
                     _refuse(job, _unavailable())
-                    self._line.end(slot)
+                    self._line.end(slot, was_done=False)
                 jobs.clear()
                 if not self._ready:
                     for job in self._line.clear():

@@ -1,5 +1,6 @@
 """A queue that assigns the jobs of several tenants to slots (threads or processes) fairly."""
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection
@@ -16,8 +17,8 @@ LEAST_SIZE = 1024
 MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 60.0
 """Bounds of the time after which the client of a refused job should retry."""
 
-DECAY = 0.9
-"""Factor by which each job lowers the weight of earlier jobs in the measured speed."""
+SPEED_SECONDS = 10.0
+"""Time constant of the measured speed: busy seconds after which a job counts 1/e as much."""
 
 MAX_REMEMBERED = 1024
 """The service of at most this many tenants is remembered while they have no waiting jobs."""
@@ -69,7 +70,7 @@ class FairLine(Generic[J]):
         self._max_size = max_size
         self._slot_size = slot_size
         self._now = clock
-        # Total size and seconds of the jobs that have ended, weighted: later jobs count more.
+        # Total size and busy seconds of the jobs that have ended; later jobs count more.
         self._done_size = self._done_seconds = 0.0
         self._size = 0
         self._clock = 0  # largest service that a tenant had received when it was chosen
@@ -92,10 +93,11 @@ class FairLine(Generic[J]):
         tenant = self._tenants.get(name)
         own = 0 if tenant is None else tenant.size
         # An empty queue accepts a job of any size, since otherwise a large job would never run.
+        num_slots, num_tenants = len(self._slots), len(self._tenants)
         if own and own + size > self._max_size // 4:
-            raise self._refusal(own, 1)
+            raise self._refusal(own, min(1.0, num_slots / num_tenants))
         if self._size and self._size + size > self._max_size:
-            raise self._refusal(self._size, min(len(self._slots), len(self._tenants)))
+            raise self._refusal(self._size, min(num_slots, num_tenants))
         if tenant is None:
             tenant = _Tenant(max(self._clock, self._served.pop(name, 0)))
             self._tenants[name] = tenant
@@ -122,13 +124,23 @@ class FairLine(Generic[J]):
                 return self._begin(name, bound[name])
         return None
 
-    def end(self, number: int, extra: int = 0) -> None:
-        """Record the end of a slot's first job; add `extra` to the service of the slot's tenant."""
+    def end(self, number: int, extra: int = 0, was_done: bool = True) -> None:
+        """Record the end of a slot's first job.
+
+        Args:
+            number: the slot.
+            extra: service to add for the slot's tenant.
+            was_done: False if the job was dropped; it then has no effect on the measured speed.
+        """
         slot, now = self._slots[number], self._now()
         size = slot.sizes.popleft()
-        self._done_size = DECAY * self._done_size + size
-        self._done_seconds = DECAY * self._done_seconds + now - slot.began_at
-        slot.began_at = now  # of the slot's next job, if it has one
+        if was_done:
+            # Several jobs may end at the same time, if their results arrive together.
+            seconds = now - slot.began_at
+            weight = math.exp(-seconds / SPEED_SECONDS)
+            self._done_size = weight * self._done_size + size
+            self._done_seconds = weight * self._done_seconds + seconds
+        slot.began_at = now  # when the next job of the slot, if there is one, begins
         if slot.tenant in self._tenants:
             self._tenants[slot.tenant].served += extra
         elif slot.tenant in self._served:
@@ -149,8 +161,11 @@ class FairLine(Generic[J]):
         self._size = 0
         return jobs
 
-    def _refusal(self, size: int, num_slots: int) -> ServingError:
-        """Return the error of a job that finds waiting jobs of `size`, which use `num_slots`."""
+    def _refusal(self, size: int, num_slots: float) -> ServingError:
+        """Return the OVERLOADED error. Jobs of total size `size` wait, and use `num_slots` slots.
+
+        A fraction of a slot means that tenants take turns.
+        """
         seconds = 0.0
         if self._done_size:
             seconds = size / num_slots * self._done_seconds / self._done_size

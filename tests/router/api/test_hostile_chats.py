@@ -40,7 +40,7 @@ TEMPLATE = (
 HELLO = [{"role": "user", "content": "hello"}]
 SPIN = {"messages": HELLO, "chat_template_kwargs": {"spin": True}}
 SECONDS = 3.0
-"""CPU time of a job: a slow machine needs more than the default until 256 MiB are full."""
+"""CPU time limit of a job. On a slow machine, filling 256 MiB takes longer than the default."""
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")

@@ -133,7 +133,7 @@ def test_cleared_line_is_empty_and_takes_jobs_again() -> None:
         line.add("b", "z", SIZE)
 
 
-def test_refusals_tell_the_time_that_waiting_jobs_need() -> None:
+def test_retry_after_is_the_time_that_waiting_jobs_need() -> None:
     now = 0.0
     line: FairLine[str] = FairLine(8 * SIZE, 2, clock=lambda: now)
 
@@ -167,3 +167,35 @@ def test_refusals_tell_the_time_that_waiting_jobs_need() -> None:
     now += 1e4
     line.end(begun.slot)
     assert refusal("c") == MAX_RETRY_SECONDS
+
+
+def test_jobs_whose_results_arrive_together_count_with_their_whole_time() -> None:
+    now = 0.0
+    line: FairLine[int] = FairLine(64 * SIZE, 1, 32 * SIZE, clock=lambda: now)
+    for _ in range(8):
+        for number in range(16):
+            line.add("a", number, SIZE)
+        while line.take([0]) is not None:
+            pass
+        now += 16 * 0.5
+        for _ in range(16):
+            line.end(0)
+    for number in range(16):
+        line.add("a", number, SIZE)
+    with pytest.raises(ServingError) as refused:
+        line.add("a", 17, SIZE)
+    assert refused.value.retry_after == pytest.approx(16 * 0.5)
+
+
+def test_dropped_jobs_do_not_change_the_measured_speed() -> None:
+    now = 0.0
+    line: FairLine[int] = FairLine(8 * SIZE, 1, 8 * SIZE, clock=lambda: now)
+    for was_done, seconds in ((True, 3.0), (False, 0.0)):
+        line.add("a", 0, SIZE)
+        assert line.take([0]) is not None
+        now += seconds
+        line.end(0, was_done=was_done)
+    line.add("a", 1, SIZE)
+    with pytest.raises(ServingError) as refused:
+        line.add("a", 2, 8 * SIZE)
+    assert refused.value.retry_after == pytest.approx(3.0)
