@@ -50,10 +50,11 @@ class Fields:
         self.path = path
 
     def bad(self, key: str, wanted: str) -> BadCheckpoint:
-        value = self.values.get(key)
-        if value is None:
+        if key not in self.values:
             return BadCheckpoint(f"{self.path} has no {key}: expected {wanted}")
-        return BadCheckpoint(f"{self.path}: {key} is {value!r:.80}: expected {wanted}")
+        value = self.values[key]
+        found = "null" if value is None else f"{value!r:.80}"
+        return BadCheckpoint(f"{self.path}: {key} is {found}: expected {wanted}")
 
     def unsupported(self, what: str) -> UnsupportedModel:
         return UnsupportedModel(f"{self.path}: {what}")
@@ -65,6 +66,10 @@ class Fields:
     def count(self, key: str) -> int:
         """Return the integer at `key`, 0 or more; return 0 if the value is null or absent."""
         return 0 if self.values.get(key) in (None, 0) else self._whole_number(key, None, 0)
+
+    def at_least(self, key: str, least: int) -> int:
+        """Return the integer at `key`, `least` or more."""
+        return self._whole_number(key, None, least)
 
     def _whole_number(self, key: str, default: int | None, least: int) -> int:
         value = self.values.get(key)

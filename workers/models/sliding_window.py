@@ -8,14 +8,15 @@ from penstock.workers.models.config import Config, Fields
 def read_windows(config: Fields, windows_of: Callable[[Config], list[int]]) -> tuple[int, ...]:
     """Return the window of each layer; raise BadCheckpoint if a value is invalid.
 
-    `windows_of` is one of the following functions.
+    `windows_of` is a function of this module.
     """
     try:
         windows = tuple(windows_of(config.values))
-    except TypeError:
-        # The next two calls raise BadCheckpoint if their key is the cause.
-        config.count("max_window_layers")
-        config.count("sliding_window_pattern")
+    except (TypeError, ZeroDivisionError):
+        # These calls raise BadCheckpoint if their key is the cause, also if its value is null.
+        for key, least in (("max_window_layers", 0), ("sliding_window_pattern", 1)):
+            if key in config.values:
+                config.at_least(key, least)
         raise config.bad("layer_types", "a list with the type of each layer") from None
     num_layers = config.size("num_hidden_layers")
     if len(windows) != num_layers:

@@ -345,9 +345,10 @@ def _experts(config: Fields, family: Family) -> ExpertsSpec | None:
     try:
         layers = tuple(found.layers(config.values))
     except (TypeError, ZeroDivisionError):
-        # The next two calls raise BadCheckpoint if their key is the cause.
-        config.size("decoder_sparse_step", 1)
-        config.count("first_k_dense_replace")
+        # These calls raise BadCheckpoint if their key is the cause, also if its value is null.
+        for key, least in (("decoder_sparse_step", 1), ("first_k_dense_replace", 0)):
+            if key in config.values:
+                config.at_least(key, least)
         raise config.bad("mlp_only_layers", "a list of layer numbers") from None
     shared_size = config.size(found.shared_size) if found.shared_size else 0
     if found.shared_count:
