@@ -15,6 +15,12 @@ from penstock.workers.models.spec import check_config
 SHIPPED = Path(__file__).resolve().parent.parent / "models" / BUNDLED
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 WANTED_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "LICENSE*"]
+ACTIONS = {
+    401: "check the name of the model, or set HF_TOKEN",
+    403: "accept the terms of the model on the hub, and set HF_TOKEN",
+    404: "check the name of the model",
+}
+"""Advice for HTTP statuses of the hub."""
 
 
 class NoModel(ValueError):
@@ -84,7 +90,8 @@ def download(
         reason = f"the hub has no revision {revision!r} of this model: give another revision"
     except HfHubHTTPError as error:
         status = error.response.status_code
-        reason = f"the hub refused the download (HTTP {status}): check the name of the model"
+        action = ACTIONS.get(status, "try again later")
+        reason = f"the hub refused the download (HTTP {status}): {action}"
     except (LocalEntryNotFoundError, ConnectionError):
         reason = "the hub cannot be reached, and its local cache has no copy: check the network"
     except OSError as error:

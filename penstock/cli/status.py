@@ -138,7 +138,8 @@ def _read(code: int, body: bytes) -> Json:
         raise NoStatus(f"the server needs a valid API key: give --api-key-file or {VARIABLE}")
     if code == 403:
         raise NoStatus(
-            "the API key may not read the status: give a key with the role 'operator' or 'metrics'"
+            "the server refused access (HTTP 403): give an API key with the role 'operator' or "
+            "'metrics'; if the server is bound to loopback, call it as localhost"
         )
     try:
         status = json.loads(body) if code == 200 else None
