@@ -235,7 +235,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON ({error}): download it again") from error
     if not isinstance(found, dict):
-        raise ValueError(f"{path} contains no JSON object: download it again")
+        raise ValueError(f"{path} does not contain a JSON object: download it again")
     return found
 
 

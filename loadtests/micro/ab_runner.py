@@ -87,7 +87,9 @@ def steady_rate(outcomes: Sequence[Outcome]) -> float:
     begin = max(outcome.arrivals[:2][-1] for outcome in outcomes)
     end = min(outcome.arrivals[-1] for outcome in outcomes)
     if begin >= end:
-        raise MeasurementFailed("at no time did all requests decode: request longer answers")
+        raise MeasurementFailed(
+            "the requests never all decoded at the same time: request longer answers"
+        )
     tokens = sum(
         count
         for outcome in outcomes

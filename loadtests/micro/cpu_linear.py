@@ -64,7 +64,7 @@ class Load:
         known = ["all", *variants()]
         for each in self.variants:
             if each not in known:
-                raise ValueError(f"--variants: {each!r} is not one of: {', '.join(known)}")
+                raise ValueError(f"unknown variant {each!r}: expected one of {', '.join(known)}")
 
 
 def shapes(load: Load) -> list[tuple[int, int]]:

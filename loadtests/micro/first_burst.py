@@ -67,7 +67,7 @@ def _plan(bursts: Bursts, number: int) -> list[Planned]:
 
 async def _measure(setup: Setup, bursts: Bursts) -> dict[str, Any]:
     if bursts.bursts < 3:
-        raise ValueError(f"bursts: expected 3 or more, not {bursts.bursts}")
+        raise ValueError(f"--bursts must be at least 3, not {bursts.bursts}")
     rounds = [await burst_rates(setup, bursts) for _ in range(bursts.rounds)]
     quantiles = {
         "first_to_second": Quantiles.of([rates[0] / rates[1] for rates, _ in rounds]),

@@ -25,8 +25,8 @@ KINDS: Mapping[str, str] = {
     "regex": "a regular expression, which the whole answer matches",
     "choice": "a JSON list of strings, of which the answer is one",
     "grammar": "a context-free grammar, in the syntax of Lark or of llama.cpp (GBNF)",
-    "structural_tag": "JSON: free text in which triggers start parts with a schema",
-    "tool_calls": "JSON: the grammar of an answer with calls, and the schemas of their arguments",
+    "structural_tag": "a JSON object with structures and triggers",
+    "tool_calls": "a JSON object with a grammar for tool calls and the schemas of arguments",
 }
 """For each kind of constraint, a description of its text."""
 

@@ -57,7 +57,7 @@ async def to_chat(chat: pb.Chat) -> Chat:
         ServingError: INVALID if a message is not valid.
     """
     if not chat.messages:
-        raise invalid("messages is empty: send at least one message", "messages")
+        raise invalid("'messages' is empty: send at least one message", "messages")
     messages = [_message(message) for message in chat.messages]
     return await chat_of(messages, _array(chat.tools), _array(chat.documents))
 

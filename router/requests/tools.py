@@ -64,8 +64,8 @@ def read_tool_choice(given: object, tools: Sequence[Mapping[str, Any]]) -> ToolC
         )
     if chosen.name and chosen.name not in {tool["function"]["name"] for tool in tools}:
         raise invalid(
-            f"tool_choice names {chosen.name[:80]!r}, but tools has no function of this name: name "
-            "a function of tools",
+            f"tool_choice names {chosen.name[:80]!r}, but no function in 'tools' has this name: "
+            "send the name of one of these functions",
             "tool_choice",
         )
     return chosen

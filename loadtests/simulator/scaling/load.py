@@ -12,6 +12,7 @@ from penstock.cluster.autoscaling.autoscaler import (
     TTFT_SLO_WAIT_SECONDS,
     PoolLimits,
 )
+from penstock.common.number_text import number_text
 from penstock.loadtests.bench.flags import check_least, read_flags
 from penstock.loadtests.bench.traces import BadTrace
 from penstock.loadtests.bench.workload import Lengths, Planned
@@ -89,7 +90,9 @@ def _check(arriving: Arriving, serving: Serving) -> None:
     delays = (("--cold-start", serving.cold_start), ("--promised", serving.promised))
     for flag, value in (*delays, ("--seed", arriving.seed)):
         if not 0 <= value < 2**63:
-            raise WrongOptions(f"{flag} must be at least 0 and below 2^63, not {value:g}")
+            raise WrongOptions(
+                f"{flag} must be at least 0 and below 2^63, not {number_text(value)}"
+            )
     check_least(serving, 0, ("mixed", "prefill", "decode"), WrongOptions)
     if bool(serving.prefill) != bool(serving.decode):
         raise WrongOptions("--prefill and --decode must be given together")

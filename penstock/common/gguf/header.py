@@ -186,8 +186,8 @@ class _Cursor:
         left = len(self.data) - self.position
         if num_bytes <= left:
             raise BadCheckpoint(
-                f"{self.path} is corrupt or has a too large header: {what} exceeds the limit of "
-                f"{MAX_HEADER_BYTES >> 20} MiB"
+                f"{self.path} is corrupt, or its header exceeds the limit of "
+                f"{MAX_HEADER_BYTES >> 20} MiB: {what} does not fit"
             )
         raise self.bad(f"{what} needs {num_bytes} bytes, but only {left} bytes follow in the file")
 

@@ -32,7 +32,7 @@ def conversation(
         ServingError: INVALID if a block is not allowed in its message, or a result has no call.
     """
     if not messages:
-        raise invalid("messages is empty: send at least one message", "messages")
+        raise invalid("'messages' is empty: send at least one message", "messages")
     texts = texts_of(system, "system")
     found = [{"role": "system", "content": _content(texts)}] if any(texts) else []
     names: dict[str, str] = {}  # names of called tools, by the id of the call

@@ -117,8 +117,8 @@ class ToolChoiceParam(ClosedModel):
             )
         if self.name is not None and self.name not in names:
             raise invalid(
-                f"tool_choice.name is {self.name[:80]!r}, but tools has no tool of this name: name "
-                "one of the tools",
+                f"tool_choice.name is {self.name[:80]!r}, but no tool in 'tools' has this name: "
+                "send the name of one of these tools",
                 "tool_choice",
             )
 

@@ -175,7 +175,7 @@ class Conversation(ChatBody, OpenAiBody):
 
     def conversation(self) -> list[dict[str, Any]]:
         if not self.messages:
-            raise invalid("messages is empty: send at least one message", "messages")
+            raise invalid("'messages' is empty: send at least one message", "messages")
         return [message.plain() for message in self.messages]
 
     def template_options(self, known: Collection[str]) -> TemplateOptions:

@@ -154,7 +154,7 @@ class ResponsesRequest(ChatBody):
             )
         self._check_background()
         if not self.input and self.previous_response_id is None:
-            raise invalid("input is empty: expected a text or a list of items", "input")
+            raise invalid("'input' is empty: expected a text or a list of items", "input")
         self.num_logprobs()
 
     def _check_background(self) -> None:

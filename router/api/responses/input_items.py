@@ -61,11 +61,11 @@ async def _position_after(lists: Sequence[StoredItems], name: str, step: int) ->
         if found is not None:
             return index, found + 1 if step > 0 else own.num_items - found
         await slices.pause()
-    raise invalid(f"after: no input item has the id {name[:80]!r}", "after")
+    raise invalid(f"'after': no input item has the id {name[:80]!r}", "after")
 
 
 def _limit(text: str) -> int:
     limit = int(text) if text.isascii() and text.isdecimal() and len(text) < 4 else 0
     if not 0 < limit <= MAX_LIMIT:
-        raise invalid(f"limit is {text[:40]!r}: it must be from 1 to {MAX_LIMIT}", "limit")
+        raise invalid(f"'limit' is {text[:40]!r}: expected 1 to {MAX_LIMIT}", "limit")
     return limit

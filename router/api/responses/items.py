@@ -224,7 +224,7 @@ def _check_extra(kind: str, members: Mapping[str, Any]) -> None:
         value = members.get(name)
         if value is not None and not any(value == one for one in permitted):
             raise invalid(
-                f"{name!r} of an item of type {kind!r} is not supported: leave it out", FIELD
+                f"{name!r} of an item of type {kind[:40]!r} is not supported: leave it out", FIELD
             )
 
 

@@ -109,7 +109,7 @@ def _allowed(
                 given_name = one.get("name") if isinstance(one, dict) else one
                 raise invalid(
                     f'tool_choice.tools.{index} must be {{"type": "function", "name": ...}} with '
-                    f"the name of a function in tools, not {value_text(given_name)}",
+                    f"the name of a function in 'tools', not {value_text(given_name)}",
                     FIELD,
                 )
     return [tool for tool in tools if tool["function"]["name"] in names]

@@ -156,7 +156,7 @@ class _IncomingTransfer:
         expected = self.expected
         named = (header.router, header.request, header.attempt)
         if named != (expected.router, expected.request, expected.attempt):
-            raise BadShard(f"a message for {named} has the epoch of another request's transfer")
+            raise BadShard(f"{named} (router, request, attempt) uses another request's epoch")
         if self.peer is None or header.pair not in self.peer.pairs:
             raise BadShard(f"a message was announced for the unknown rank pair {header.pair}")
         if header.index in self.pieces:
