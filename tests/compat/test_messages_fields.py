@@ -292,11 +292,11 @@ async def test_each_type_of_block_is_honoured_or_refused_by_name(client: Any, ki
     if kind in honoured:
         assert (await send(client, "messages", honoured[kind])).stop_reason
         return
-    with pytest.raises(anthropic.BadRequestError, match=f"messages.0.content.0: '{kind[:40]}'"):
+    with pytest.raises(anthropic.BadRequestError, match=f"messages.0.content.0: .* '{kind[:40]}'"):
         await send(client, "messages", user({"type": kind, "anything": 1}))
 
 
 @pytest.mark.parametrize("kind", sorted(types_in(types.ToolUnionParam) - {"custom"}))
 async def test_each_type_of_servers_tool_is_refused_by_name(client: Any, kind: str) -> None:
-    with pytest.raises(anthropic.BadRequestError, match=f"tools.0.type: '{kind[:40]}'"):
+    with pytest.raises(anthropic.BadRequestError, match=f"tools.0.type '{kind[:40]}'"):
         await send(client, "tools", [{"type": kind, "name": "x", "anything": 1}])

@@ -235,7 +235,7 @@ async def test_tools_of_openai_are_refused_by_type(model: ResponsesModel, kind: 
     with pytest.raises(openai.BadRequestError) as refusal:
         await create(model, tools=[ADD, {"type": kind}])
     assert refusal.value.param == "tools"
-    assert message_of(refusal.value).startswith(f"tools.1: tools of type {kind!r} are not")
+    assert message_of(refusal.value).startswith(f"tools.1: a tool of type {kind!r} is not")
 
 
 OUR_ITEMS = ("message", "function_call", "function_call_output", "reasoning")
@@ -277,7 +277,7 @@ async def test_parameters_of_the_list_are_refused_by_name(
         await model.client.responses.input_items.list(response.id, extra_query=query)
     assert [refusal.value.param] == list(query)
     if "limit" in query:
-        assert f"limit is {query['limit']!r}" in message_of(refusal.value)
+        assert f"'limit' is {query['limit']!r}" in message_of(refusal.value)
 
 
 async def test_refusal_names_the_given_limit_of_calls(model: ResponsesModel) -> None:

@@ -123,7 +123,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (
         {"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "g"}}},
         "tool_choice",
-        "tool_choice names 'g', but tools has no function of this name",
+        "tool_choice names 'g', but no function in 'tools' has this name",
     ),
 ]
 
@@ -154,7 +154,7 @@ async def test_wrong_tools_are_refused_by_name(
         ),
         ({"role": "assistant", "tool_calls": [{"id": "1"}]}, "messages.0.tool_calls.0.function"),
         ({"role": "assistant", "tool_calls": [{**CALL, "type": "custom"}]}, "type 'custom'"),
-        ({"role": "assistant", "tool_calls": [CALL] * 4097}, "at most 4096 tool calls"),
+        ({"role": "assistant", "tool_calls": [CALL] * 4097}, "4097 tool calls; at most 4096"),
         ({"role": "assistant", "content": "", "function_call": {"name": "f"}}, "function_call"),
         ({"role": "function", "content": "x", "name": "f"}, "role must be one of"),
     ],

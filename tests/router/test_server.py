@@ -104,7 +104,7 @@ def test_model_limits_are_read_from_the_model_config(
 
 
 @pytest.mark.parametrize(
-    ("text", "words"), [("{", "not valid JSON"), ("[]", "contains no JSON object")]
+    ("text", "words"), [("{", "not valid JSON"), ("[]", "does not contain a JSON object")]
 )
 async def test_broken_model_config_is_refused(tmp_path: Path, text: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):

@@ -125,7 +125,7 @@ LIES: dict[str, tuple[bytes, str]] = {
     "bool": (whole((entry("k", BOOL, b"\2"),)), "k is a bool with the value 2: expected 0 or 1"),
     "long string": (
         whole((entry("k", STRING, struct.pack("<Q", 1 << 40)),)),
-        f"k needs {1 << 40} bytes, but only 0 bytes follow",
+        f"k needs {1 << 40} bytes, but only 19 bytes follow",
     ),
     "not UTF-8": (whole((entry("k", STRING, text(b"\xff")),)), "k is not UTF-8"),
     "long array": (
@@ -218,7 +218,7 @@ def test_header_larger_than_its_limit_is_refused_without_reading_it(tmp_path: Pa
     with path.open("wb") as file:
         file.write(whole((entry("k", ARRAY, struct.pack("<IQ", STRING, count)),)))
         file.truncate(2 * MAX_HEADER_BYTES)
-    with pytest.raises(BadCheckpoint, match=r"k with \d+ items exceeds the limit of 64 MiB"):
+    with pytest.raises(BadCheckpoint, match=r"k with \d+ items does not fit"):
         read_header(path)
 
 

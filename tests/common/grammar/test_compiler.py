@@ -66,7 +66,7 @@ INVALID = [
     (tag(structures=[]), r"structures is a list of 0 items"),
     (tag(structures=[3]), r"structural_tag.structures\[0\] must be a JSON object"),
     (tag(structures=[{**TAG, "schema": 3}]), r"structures\[0\].schema must be a JSON Schema"),
-    (tag(structures=[{**TAG, "end": None}]), "begin is .* end is null"),
+    (tag(structures=[{**TAG, "end": None}]), r"begin is .* and .*\.end is null"),
     (tag(triggers=["<g"]), "begin is '<f=a>': expected a text that starts with"),
 ]
 

@@ -122,7 +122,7 @@ def test_load_beyond_the_context_length_is_refused_before_it_starts(
     behaviour = Behaviour(max_model_len=100)
     with grpc_stub(behaviour) as address:
         assert main([address, "--input-len", "90", "--output-len", "11"]) == 2
-    assert "has 101 tokens, but stub accepts at most 100" in capsys.readouterr().err
+    assert "have 101 tokens, but stub accepts at most 100" in capsys.readouterr().err
     assert behaviour.prompts == []
 
 

@@ -74,7 +74,7 @@ def test_plan_of_an_unusable_dataset_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path, [entry("q" * 40, "a" * 80)])
     for work, words in (
         (Work(dataset=tmp_path / "none"), "No such file"),
-        (Work(dataset=written(tmp_path, "[]")), "no conversation"),
+        (Work(dataset=written(tmp_path, "[]")), "expected a conversation"),
         (Work(dataset=path, trace=path), "cannot be used together"),
         (Work(dataset=path, prefix_len=4), "--prefix-len cannot be used"),
     ):

@@ -81,7 +81,7 @@ def test_run_measures_all_phases_and_keeps_tokens_of_round_0_only() -> None:
 
 
 def test_short_answer_is_an_error() -> None:
-    with running(short=1) as engine, pytest.raises(EngineFailed, match="expected 2 of 3"):
+    with running(short=1) as engine, pytest.raises(EngineFailed, match="expected 2 answers of 3"):
         engine.generate([[1], [2]], 3)
 
 

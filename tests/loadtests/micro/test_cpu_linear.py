@@ -32,4 +32,7 @@ def test_zero_rows_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_unknown_variants_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--variants", "panels", "int5"]) == 2
-    assert "--variants: 'int5' is not one of: all, plain (MKL), panels" in capsys.readouterr().err
+    assert (
+        "unknown variant 'int5': expected one of all, plain (MKL), panels"
+        in capsys.readouterr().err
+    )

@@ -23,4 +23,4 @@ def test_each_round_measures_its_bursts(tmp_path: Path) -> None:
 
 def test_too_few_bursts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert first_burst.main(["--bursts", "2"]) == 1
-    assert capsys.readouterr().err == "bursts: expected 3 or more, not 2\n"
+    assert capsys.readouterr().err == "--bursts must be at least 3, not 2\n"

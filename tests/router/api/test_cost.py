@@ -70,7 +70,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
         COMPLETIONS,
         {"prompt": "x", "logit_bias": {str(i): 1 for i in range(200_000)}},
         "logit_bias",
-        "at most 1024 entries, not 200000",
+        "has 200000 entries; at most 1024 are allowed",
     ),
     "messages": (CHAT, {"messages": [MESSAGE] * 100_000}, "messages", "at most 4096"),
     "tokenized messages": (
@@ -83,7 +83,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
         CHAT,
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 5000}]},
         "messages",
-        "at most 4096 content parts, not 5000",
+        "has 5000 content parts; at most 4096 are allowed",
     ),
     "chat text": (
         CHAT,
@@ -154,7 +154,7 @@ REFUSED_BY_GRPC: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"text": "x", "sampling": pb.Sampling(logit_bias=dict.fromkeys(range(100_000), 1.0))},
-        "at most 1024 entries, not 100000",
+        "has 100000 entries; at most 1024 are allowed",
     ),
     (
         {"text": "x", "sampling": pb.Sampling(allowed_tokens=[5] * 1_000_000)},

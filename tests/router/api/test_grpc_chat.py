@@ -101,7 +101,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "tools.0.type must be 'function', not 'x'",
     ),
     ({"messages": HI, "tools": ['{"a":' + "[" * 70 + "]" * 70 + "}"]}, "more than 64 levels"),
-    ({"messages": HI, "tools": ["{}"] * 513}, "at most 512 tools, not 513"),
+    ({"messages": HI, "tools": ["{}"] * 513}, "513 tools; at most 512"),
     ({"messages": HI, "documents": ["x"]}, "documents is not valid JSON"),
     ({"messages": HI, "documents": ['{"a": NaN}']}, "documents is not valid JSON"),
     ({"messages": HI, "template_kwargs": "1"}, "template_kwargs must be a JSON object"),
@@ -121,9 +121,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         message(role="user", content_list=[PIECE] * 4097),
-        "at most 4096 content parts",
+        "content parts; at most 4096",
     ),
-    (message(role="assistant", tool_calls=[pb.ToolCall()] * 4097), "at most 4096 tool calls"),
+    (message(role="assistant", tool_calls=[pb.ToolCall()] * 4097), "tool calls; at most 4096"),
 ]
 
 

@@ -152,7 +152,7 @@ async def test_tokens_sent_by_a_client_do_not_count_as_generated(
             {"resume_from": [resume_from([5, 6])], "sampling": pb.Sampling(seed=1, max_tokens=1)},
             "2 tokens of choice 0, but the answer may have at most 1",
         ),
-        ({"resume_from": [resume_from([5])]}, "set the seed"),
+        ({"resume_from": [resume_from([5])]}, "set 'seed'"),
         (
             {"resume_from": [resume_from([5]), resume_from([6])], "sampling": pb.Sampling(seed=1)},
             "2 entries for 1 choices",

@@ -195,7 +195,7 @@ ONLY_COMPLETIONS = [
 ]
 ONLY_CHAT = [
     ({}, "messages"),
-    ({"messages": []}, "messages is empty"),
+    ({"messages": []}, "'messages' is empty"),
     ({"messages": "hi"}, "messages"),
     ({"messages": [{"content": "x"}]}, "role"),
     ({"messages": [{"role": "robot", "content": "x"}]}, "role must be one of"),
@@ -203,7 +203,7 @@ ONLY_CHAT = [
     ({"messages": [{"role": "user", "content": 5}]}, "content"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-        "'image_url' is not supported",
+        "'image_url' are not supported",
     ),
     ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "messages.0.tool_calls.0"),
     ({"messages": [{"role": "developer", "content": "x"}]}, "no developers here"),

@@ -147,8 +147,8 @@ def test_choices_resume_independently() -> None:
             "4 tokens of choice 0, but the answer may have at most 3",
         ),
         (request_of([7] * 100), "but the answer may have at most 99"),
-        (request_of([7], "error"), "must be stop, length or empty"),
-        (request_of([7], temperature=0.5), "set the seed"),
+        (request_of([7], "error"), "must be 'stop', 'length' or empty"),
+        (request_of([7], temperature=0.5), "set 'seed'"),
         (request_of([7], n=2, best_of=3), "best_of above n returns complete answers"),
         (request_of([], use_beam_search=True, n=2), "a beam search returns complete answers"),
         (

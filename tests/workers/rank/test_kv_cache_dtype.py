@@ -243,13 +243,15 @@ def test_layouts_of_different_cache_dtypes_do_not_match(checkpoint: Path) -> Non
         make_engine(checkpoint, kv_cache_dtype=name).layout
         for name in ("float32", "bfloat16", *SCALED)
     )
-    expected = "the formats of the KV caches differ (fp8 and int8): use the same kv_cache_dtype"
-    assert layout_mismatch(*codes) == expected
-    assert layout_mismatch(wide, wide) == ""
-    expected = (
-        "the formats of the KV caches differ (bfloat16 and float32): use the same kv_cache_dtype"
+    assert layout_mismatch(*codes) == (
+        "the formats of the KV caches differ (fp8 and int8): use the same kv_cache_dtype for both "
+        "workers"
     )
-    assert layout_mismatch(narrow, wide) == expected
+    assert layout_mismatch(wide, wide) == ""
+    assert layout_mismatch(narrow, wide) == (
+        "the formats of the KV caches differ (bfloat16 and float32): use the same kv_cache_dtype "
+        "for both workers"
+    )
     assert "the same model" in layout_mismatch(
         make_engine(checkpoint, dtype="bfloat16").layout, narrow
     )

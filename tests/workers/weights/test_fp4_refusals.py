@@ -113,7 +113,7 @@ def bytes_of(text: bytes) -> torch.Tensor:
         (
             "bitsandbytes-int8",
             replaced(f"{DOWN}.weight_format", torch.tensor(2, dtype=torch.uint8)),
-            f"tensor {DOWN}.weight_format is 2, not 0",
+            f"tensor {DOWN}.weight_format is 2: expected 0",
         ),
         (
             "bitsandbytes-int8",

@@ -110,7 +110,7 @@ NORM = "model.norm.weight"
         (lambda t: [t.pop(name) for name in list(t)[:4]], "lacks tensor .* and 3 more"),
         (lambda t: t.update(odd=torch.zeros(1)), "unexpected tensor odd"),
         (lambda t: t.update({NORM: torch.zeros(7)}), rf"{NORM} has shape \[7\].*requires \[48\]"),
-        (lambda t: t.update({NORM: torch.zeros(48, dtype=torch.int8)}), f"{NORM} is I8"),
+        (lambda t: t.update({NORM: torch.zeros(48, dtype=torch.int8)}), f"{NORM} has dtype I8"),
     ],
 )
 def test_missing_or_mismatched_tensors_are_refused(

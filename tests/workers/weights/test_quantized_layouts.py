@@ -184,7 +184,7 @@ FORMS_WITH_UNITS = {
 def test_ranks_that_would_cut_a_group_are_refused_by_name(name: str, tmp_path: Path) -> None:
     make_quantized(tmp_path, FORMS_WITH_UNITS[name])
     with pytest.raises(
-        BadShape, match=r"_proj: a rank's (in|out)puts end at \d+, inside a unit of"
+        BadShape, match=r"_proj: a rank's (in|out)puts begin or end at \d+, inside a unit of"
     ):
         rank(tmp_path, Mesh(2).coord(0))
 

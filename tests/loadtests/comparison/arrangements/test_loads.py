@@ -81,6 +81,6 @@ def test_trace_is_thinned_by_the_seed_and_ends_at_its_time() -> None:
 
 def test_trace_of_which_nothing_is_left_is_refused() -> None:
     with pytest.raises(
-        ValueError, match="none of the 1 requests in the first seconds of the trace was kept"
+        ValueError, match="none of the 1 requests in the first 10 s of the trace was kept"
     ):
         thinned_trace([TraceRow(0.0, 1, 1)], Thinning(10.0, 0.0, 1, 10), GOALS)

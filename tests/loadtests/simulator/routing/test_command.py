@@ -118,7 +118,7 @@ def test_command_prints_a_row_per_load_and_strategy_and_writes_json(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "give the path of a Mooncake trace"),
+        ([], "pass the path of a Mooncake trace"),
         (["TRACE", "--load", "0"], "--load must be above 0"),
         (["TRACE", "--blocks", "2"], "longest prompt, which has 1030 tokens"),
         (["missing.jsonl"], "No such file"),

@@ -120,11 +120,17 @@ def test_failed_result_begins_with_the_word_error(content: Any, expected: Any) -
         ([("user", [result("0")])], r"messages.0.content.0.tool_use_id is '0'"),
         (
             [("user", "x"), ("assistant", [result("0")]), ("user", "x")],
-            "messages.1.content.0: 'tool_result'",
+            "messages.1.content.0: a block of type 'tool_result'",
         ),
-        ([("user", CALLS[:1])], "messages.0.content.0: 'tool_use'"),
-        ([("user", "x"), ("system", CALLS[:1])], "messages.1.content.0: 'tool_use'"),
-        ([("user", "x"), ("assistant", CALLS)], "messages.1.content.1: the last message"),
+        ([("user", CALLS[:1])], "messages.0.content.0: a block of type 'tool_use'"),
+        (
+            [("user", "x"), ("system", CALLS[:1])],
+            "messages.1.content.0: a block of type 'tool_use'",
+        ),
+        (
+            [("user", "x"), ("assistant", CALLS)],
+            "messages.1.content.1: the answer continues the last message",
+        ),
         ([("assistant", []), ("user", "x")], "messages.0.content is empty"),
         ([("user", [{**text("x"), "citations": [1]}])], "messages.0.content.0.citations"),
     ],
