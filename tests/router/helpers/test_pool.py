@@ -134,6 +134,23 @@ async def test_chats_of_a_killed_process_are_rendered_by_another() -> None:
     fork_server.close()
 
 
+async def test_large_chats_are_sent_again_if_the_process_is_killed_while_it_receives_one() -> None:
+    fork_server = ForkServer()
+    pool = pool_of(fork_server=fork_server, num_processes=1, cpu_seconds=20.0)
+    await pool.start()
+    (process,) = helpers_of(fork_server)
+    process.suspend()
+    texts = [letter * LONG for letter in "ab"]
+    chats = [await chat_of([{"role": "user", "content": text}]) for text in texts]
+    waiting = [asyncio.create_task(render_chat(pool, each, QUICK, 2 * LONG, "t")) for each in chats]
+    await until(lambda: pool.num_waiting == 1)  # the socket does not accept all of the first chat
+    process.kill()
+    found = ["".join(segment.text for segment in each) for each in await asyncio.gather(*waiting)]
+    assert found == [f"[user]{text}</s>" for text in texts]
+    pool.close()
+    fork_server.close()
+
+
 async def test_chat_whose_process_is_killed_twice_is_refused() -> None:
     fork_server = ForkServer()
     pool = pool_of(fork_server=fork_server, num_processes=1, cpu_seconds=60.0)
