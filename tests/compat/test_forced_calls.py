@@ -106,6 +106,6 @@ async def test_forced_calls_exclude_another_form_of_the_answer(model: Model) -> 
 async def test_schema_that_is_too_long_is_refused(model: Model) -> None:
     parameters = {"type": "object", "description": "x" * (129 << 10)}
     tool = {"type": "function", "function": {"name": "add", "parameters": parameters}}
-    with pytest.raises(openai.BadRequestError, match="the schema of the tool calls") as refusal:
+    with pytest.raises(openai.BadRequestError, match="132130 bytes; at most 131072") as refusal:
         await model(SUM, **{**NAMED, "tools": [tool]})
     assert refusal.value.param == "tools"
