@@ -15,9 +15,9 @@ def has_avx512() -> bool:
 
 
 def vector_width() -> int:
-    """Return the number of float32 lanes of this CPU's widest vectors.
+    """Return the number of float32 values in a vector of compiled loops: 16 with AVX-512, else 8.
 
-    Without AVX2, it is 8 as well: LLVM then uses several narrower vectors.
+    On a CPU without AVX2, LLVM divides a vector of 8 values into narrower vectors.
     """
     return 16 if has_avx512() else 8
 

@@ -203,7 +203,10 @@ def _emit_scattered_values(builder, kind: int, num_rows: int, tile: _Tile) -> No
 
 
 def _for_scattered(builder, kind: int, tile: _Tile, use: Callable[[Any, list[Any]], None]):
-    """Emit a loop over inputs; `use(k, values)` emits the use of their values times scales."""
+    """Emit a loop over the inputs k.
+
+    `use(k, values)` emits the body of the loop; `values` are the dequantized weights of input k.
+    """
     packing, table = packing_of(kind), _load_table(builder, tile)
     with cgutils.for_range_slice(builder, tile.begin, tile.end, constant(1), intp=INDEX) as (
         k,

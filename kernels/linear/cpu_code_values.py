@@ -26,12 +26,12 @@ class Packing:
 
     @property
     def inputs(self) -> int:
-        """Return the number of inputs in a unit."""
+        """Return the number of inputs whose codes are in one unit."""
         return int(self.unit.width) // self.bits
 
     @property
     def row_bytes(self) -> int:
-        """Return the number of bytes of a row of units: one unit for each output of a panel."""
+        """Return the size in bytes of the units of all outputs of a panel for the same inputs."""
         return PANEL * int(self.unit.width) // 8
 
 

@@ -101,7 +101,7 @@ _SIGNATURE = (
 
 @entry(_SIGNATURE + ")")
 def _serial(
-    qvalues: SignedBytes,  # [T * K] int8 activations, see `quantize_blocks`
+    qvalues: SignedBytes,  # [T * K] activations as int8, see `quantize_blocks`
     row_scales: Floats,  # [T * blocks] scales of the activations
     offsets: Ints,  # [T * runs] minus the sum of each run of activations
     num_rows: int,

@@ -60,7 +60,7 @@ class PackedLinearF32:
     """A float32 linear layer with its weights in panels."""
 
     panels: Floats = field(repr=False)  # [P, depth, C], flattened; inputs past `num_inputs` are 0
-    bias: Floats = field(repr=False)  # [at least P * C]; 0 from index `num_outputs` on
+    bias: Floats = field(repr=False)  # [P * C or more]; 0 beyond the first `num_outputs`
     num_inputs: int
     num_outputs: int
     depth: int  # `num_inputs`, rounded up to a multiple of 32 if the CPU has AMX

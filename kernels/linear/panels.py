@@ -1,4 +1,7 @@
-"""Panels: groups of rows of a matrix, each stored column by column, for loops with vectors."""
+"""Packs the rows of a matrix into panels, from which SIMD loops load whole vectors.
+
+A panel contains PANEL rows, stored column by column.
+"""
 
 from typing import Any
 

@@ -126,7 +126,7 @@ TILE_INPUTS = FP8_GROUP_INPUTS
 """Number of inputs of a tile, for every device and number of rows. With FP8, it determines the
 order of sums."""
 
-BAND_ROW_TILES = 8  # value of BAND in `_w8a8_matmul_kernel`
+BAND_ROW_TILES = 8  # row tiles of a band: the argument BAND of `_w8a8_matmul_kernel`
 ROW_TILE = 2048  # number of inputs that `_quantize_kernel` loads at once, if a row has one scale
 GROUPS_PER_PROGRAM = 16  # number of groups that a program of `_quantize_kernel` quantizes
 

@@ -77,7 +77,7 @@ class DeviceInfo:
 
     @property
     def multiplies_int8(self) -> bool:
-        """True if the device has tensor cores for products of int8 by int8."""
+        """True if the device has tensor cores that multiply int8 matrices."""
         return self.capability >= 75 or self.name in ("gfx942", "interpreter")
 
     @property

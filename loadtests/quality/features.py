@@ -70,7 +70,7 @@ def online(form: WeightForm) -> Callable[[Tensor, Tensor], Rounded]:
 
 def _half_steps(values: Tensor, scales: Tensor, form: str) -> Tensor:
     """Return half the distance between the two quantization levels around each value."""
-    if form == "fp8":  # a step of FP8 (e4m3) is 1/8 of the power of two below the value
+    if form == "fp8":  # 3 mantissa bits: e4m3 values between 2^n and 2^(n+1) are 2^(n-3) apart
         return torch.maximum(values.abs().log2().floor().exp2() * 2**-4, scales * 2**-10)
     return scales / 2
 

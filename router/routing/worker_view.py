@@ -195,7 +195,7 @@ class WorkerView:
             self._count(usage, None)
 
     def _count(self, old: ResourceUsage | None, new: ResourceUsage | None) -> None:
-        """Replace the usage of a request in the totals."""
+        """Subtract a request's `old` usage from the totals, and add its `new` usage."""
         for usage, sign in ((old, -1), (new, 1)):
             if usage is not None:
                 self.num_sequences += sign * usage.num_sequences

@@ -114,8 +114,8 @@ def test_product_is_within_the_rounding_of_its_sums(
     if bias is not None:
         sums += bias.double().abs()
     # The bound counts roundings to float32. Both forms round the sum, its products with two scales,
-    # and the sum with the bias. FP8 also rounds each of 128 additions within a tile, and the
-    # addition of each tile.
+    # and the sum with the bias. FP8 also rounds the 128 additions of
+    # each tile, and the additions of the tiles.
     steps = 4 if form == "int8" else 4 + FP8_GROUP_INPUTS + -(-inputs // FP8_GROUP_INPUTS)
     bound = steps * 2.0**-24 * sums + torch.finfo(dtype).eps / 2 * expected.abs()
     if ON_GPU and form == "fp8":
@@ -177,7 +177,7 @@ def test_products_that_need_no_rounding_are_exact(
 
 @pytest.mark.parametrize("form", FORMS)
 def test_many_rows_are_computed_in_several_bands_of_tiles(device: torch.device, form: Form) -> None:
-    rows, outputs = 9 * 128 + 1, 2 * 128 + 1  # two bands: one of 8 row tiles, and one of 2
+    rows, outputs = 9 * 128 + 1, 2 * 128 + 1  # 10 row tiles: bands of 8 and 2
     dtype = torch.int8 if form == "int8" else E4M3
     generator = torch.Generator().manual_seed(0)
     x, weight = (

@@ -151,10 +151,10 @@ def test_retry_after_is_the_time_that_waiting_jobs_need() -> None:
     line.end(begun.slot)
     line.add("a", "a0", SIZE)
     line.add("a", "a1", SIZE)
-    assert refusal("a") == pytest.approx(2 * 3.0)  # in one slot
+    assert refusal("a") == pytest.approx(2 * 3.0)  # a tenant uses only one slot
     line.add("b", "b0", SIZE)
     line.add("b", "b1", SIZE)
-    assert refusal("c") == pytest.approx(4 * 3.0 / 2)  # in two slots
+    assert refusal("c") == pytest.approx(4 * 3.0 / 2)  # two tenants use both slots
     for _ in range(20):  # a fast machine, or short texts
         begun = line.take([0])
         assert begun is not None
