@@ -186,7 +186,8 @@ class RaySession:
         """Shut Ray down, kill all local processes of Ray, and delete Ray's files."""
         # Record the processes now, because orphans can be found later only on Linux.
         self._descendants.alive()
-        with suppress(Exception):  # Ray may be only partly started. `abandon` then kills the rest.
+        # If Ray is only partly started, this may fail. `abandon` then kills all processes.
+        with suppress(Exception):
             ray.shutdown()
         if self._folder is not None:
             self._descendants.wait(SECONDS_TO_EXIT)

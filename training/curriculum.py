@@ -21,7 +21,7 @@ _KEPT, _ADDED = 0.5, 2.0
 def review_weights(answer: Answer | None) -> dict[str, float]:
     """Return the weight of each question family. More wrong answers give a larger weight.
 
-    Families with tools are left out, because a separate training course covers them. The model
+    Families with tools are left out, because a separate training stage covers them. The model
     answers training questions only, so that held-out questions do not influence the training.
 
     Args:

@@ -70,7 +70,7 @@ def measure(
 
 
 def score(answer: Answer, family: Task, examples: Sequence[Example]) -> Score:
-    """Return how many `examples` of one question family `answer` answers correctly."""
+    """Return the score of the function `answer` on examples of one question family."""
     texts = answer([example.conversation() for example in examples])
     right = sum(map(family.accepts, examples, texts))
     return Score(family.name, right, len(examples))

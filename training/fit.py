@@ -34,9 +34,9 @@ class Recipe:
     # Limit of the CPU time per process. The run ends early when it reaches this limit.
     minutes: float
     seed: int = 0
-    # Number of the training course. Each course draws other random examples, because the number is
+    # Number of the training stage. Each stage draws other random examples, because the number is
     # a part of their seed.
-    course: int = 0
+    stage: int = 0
     rows: int = 6  # number of rows in each batch of one process
     length: int = 256
     long_rows: int = 1
@@ -171,10 +171,10 @@ def _average_gradients(model: Llama) -> None:
 
 
 def _batches(tokenizer: Tokenizer, recipe: Recipe) -> Iterator[Batch]:
-    maker = BatchMaker(tokenizer, f"{recipe.seed}:{recipe.course}", recipe.weights, recipe.tools)
+    maker = BatchMaker(tokenizer, f"{recipe.seed}:{recipe.stage}", recipe.weights, recipe.tools)
     for number in itertools.count(1):
-        # The model first learns from short rows to copy, because steps with short rows are cheaper.
-        # Afterwards, it learns from long rows to copy over long distances.
+        # The model learns to copy in short rows first, because steps with short rows are cheaper.
+        # Afterwards, long rows teach it to copy over long distances.
         if number > recipe.long_from and number % _LONG_EVERY == 0:
             yield maker.long(recipe.long_rows, recipe.long_length)
         else:

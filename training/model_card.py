@@ -79,13 +79,13 @@ Descriptions may have any text. It copies keys and results that look like those 
 `training/tasks/tools.py`: codes, names, numbers and the words of its lists. Other words often come
 out wrong.
 
-The column "before" has the scores on the same questions before the training course about tools.
+The column "before" has the scores on the same questions before the training stage about tools.
 """
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
-    """Data of the training course with tools: its progress, and the scores before the course."""
+class Stage:
+    """Data of the training stage with tools: its progress, and the scores before the stage."""
 
     progress: Progress
     before: tuple[Score, ...]
@@ -96,8 +96,8 @@ class Run:
     """Data of a finished training run, from which the model card is written.
 
     Attributes:
-        progress: progress of all training courses except the course with tools.
-        course: the training course with tools, or None if the model was trained without tools.
+        progress: progress of all training stages except the stage with tools.
+        stage: the training stage with tools, or None if the model was trained without tools.
         note: more lines for the section of the card about training.
     """
 
@@ -109,7 +109,7 @@ class Run:
     scores: tuple[Score, ...]
     command: str = "make train-demo"
     note: str = ""
-    course: Course | None = None
+    stage: Stage | None = None
 
 
 def write(folder: Path, run: Run) -> None:
@@ -125,9 +125,9 @@ def write(folder: Path, run: Run) -> None:
         context=shape.max_position_embeddings,
         long_length=LONG_LENGTH,
         folder=f"penstock/models/{run.name}",
-        template=_TOOL_TEMPLATE if run.course else "`<|system|>` first if any",
+        template=_TOOL_TEMPLATE if run.stage else "`<|system|>` first if any",
         rows=_table(run),
-        tools=_TOOLS if run.course else "",
+        tools=_TOOLS if run.stage else "",
         bound=CLAIM_BOUND,
         command=run.command,
         seed=run.seed,
@@ -156,19 +156,19 @@ def _cost(progress: Progress) -> str:
 
 
 def _note(run: Run) -> str:
-    lines = [f"- the course about tools: {_cost(run.course.progress)}"] if run.course else []
+    lines = [f"- the stage about tools: {_cost(run.stage.progress)}"] if run.stage else []
     return "".join(f"{line}\n" for line in (*lines, run.note) if line)
 
 
 def _table(run: Run) -> str:
     """Return the table of scores.
 
-    If there was a course with tools, the table also has the scores before that course.
+    If the model had a training stage with tools, the table also has the scores before that stage.
     """
-    if run.course is None:
+    if run.stage is None:
         head = ["| family | what it asks | exact match | claimed |", "|---|---|--:|---|"]
         return "\n".join([*head, *(_row(score, "") for score in run.scores)])
-    before = {score.family: f" {score.right}/{score.total} |" for score in run.course.before}
+    before = {score.family: f" {score.right}/{score.total} |" for score in run.stage.before}
     head = ["| family | what it asks | before | exact match | claimed |", "|---|---|--:|--:|---|"]
     return "\n".join([*head, *(_row(each, before.get(each.family, " - |")) for each in run.scores)])
 

@@ -43,7 +43,7 @@ def train(seed: int, num_examples: int = 40_000) -> Tokenizer:
 
 
 def _text(rng: Random, num_examples: int) -> Iterator[str]:
-    # Leave out families with tools. Their course continues the training of a model that already has
+    # Leave out families with tools. Their stage continues the training of a model that already has
     # a tokenizer.
     families = [family for family in FAMILIES.values() if not family.tools]
     for _ in range(num_examples):

@@ -54,7 +54,7 @@ SMALL = LlamaShape(
 )
 # The value of `minutes` is an upper limit. On two idle cores, the steps take about 3/4 of it.
 DEMO_RECIPE = Recipe(steps=2200, minutes=27)
-# A review continues the training after the first course, with lower learning rates. It has long
+# A review continues the training after the first stage, with lower learning rates. It has long
 # rows from the start, and gives more weight to families with many wrong answers.
 _REVIEW = Recipe(
     steps=760,
@@ -65,13 +65,13 @@ _REVIEW = Recipe(
     cooldown=1.0,
     long_from=0,
 )
-REVIEWS: tuple[Recipe, ...] = (replace(_REVIEW, course=1), replace(_REVIEW, course=2, minutes=10))
+REVIEWS: tuple[Recipe, ...] = (replace(_REVIEW, stage=1), replace(_REVIEW, stage=2, minutes=10))
 SMALL_RECIPE = Recipe(steps=1400, minutes=8)
 # Conversations with tools are longer than others, so they make up about half of the tokens.
 # The other tokens repeat families without tools, so that the model does not forget these.
 _TOOLS = replace(
     _REVIEW,
-    course=3,
+    stage=3,
     steps=700,
     minutes=9.5,
     muon_rate=0.006,
@@ -85,7 +85,7 @@ _TOOLS = replace(
 # The later recipes with tools therefore give more weight to these families.
 _REPAIR = replace(
     _TOOLS,
-    course=4,
+    stage=4,
     steps=150,
     minutes=2.2,
     muon_rate=0.003,
@@ -107,7 +107,7 @@ TOOL_RECIPES: tuple[Recipe, ...] = (
     _REPAIR,
     replace(
         _REPAIR,
-        course=5,
+        stage=5,
         steps=240,
         minutes=3.7,
         muon_rate=0.004,
@@ -117,7 +117,7 @@ TOOL_RECIPES: tuple[Recipe, ...] = (
     ),
 )
 # The final weights of the model are the mean of its weights after each of the last two recipes.
-# With these weights, the model answers more questions than with its weights after one recipe.
+# It answers more questions correctly with this mean than with the weights after either recipe.
 NUM_AVERAGED = 2
 MINUTES = sum(recipe.minutes for recipe in (DEMO_RECIPE, *REVIEWS, SMALL_RECIPE, *TOOL_RECIPES))
 
@@ -176,26 +176,26 @@ class Maker:
         return evaluate.transformers_answer(self.folder) if ddp.rank() == 0 else None
 
     def report(
-        self, model: Llama, about: str, progress: Progress, course: Progress | None = None
+        self, model: Llama, about: str, progress: Progress, stage: Progress | None = None
     ) -> None:
         """Print the scores on held-out questions, and write them and the model card to the folder.
 
         Args:
-            course: progress of the training course about tools, or None without such a course. If
-                there was a course, the folder has the scores from before it, which the model card
+            stage: progress of the training stage about tools, or None without such a stage. If
+                there was a stage, the folder has the scores from before it, which the model card
                 shows as well.
         """
         answer = self.answer()
         if answer is None:
             return
         print(f"{self.name}: {model.num_parameters():,} parameters", flush=True)
-        before = evaluate.read_scores(self.folder) if course is not None else []
+        before = evaluate.read_scores(self.folder) if stage is not None else []
         scores = evaluate.measure(answer, self.options.questions, families=self.families)
         print("\n".join(str(score) for score in scores), flush=True)
         evaluate.write_scores(scores, self.folder)
         run = model_card.Run(self.name, about, model, self.options.seed, progress, tuple(scores))
-        if course is not None:
-            run = replace(run, course=model_card.Course(course, tuple(before)))
+        if stage is not None:
+            run = replace(run, stage=model_card.Stage(stage, tuple(before)))
         model_card.write(self.folder, run)
 
     def _keep(self, model: Llama, progress: Progress) -> None:
@@ -251,17 +251,17 @@ def _teach_tools(maker: Maker, model: Llama, progress: Progress) -> None:
     """Continue the training of the demo model with conversations that offer tools.
 
     The small model does not learn to call tools, because it is distilled from the demo model before
-    this course.
+    this stage.
     """
-    course = Progress()
+    stage = Progress()
     ends: list[Llama] = []
     for recipe in TOOL_RECIPES:
-        course += maker.fit(model, recipe, answer_loss)
+        stage += maker.fit(model, recipe, answer_loss)
         ends.append(copy.deepcopy(model))
     average_(model, ends[-NUM_AVERAGED:])
     if ddp.rank() == 0:
         checkpoint.save(model, maker.folder)
-    maker.report(model, ABOUT_DEMO + ABOUT_TOOLS, progress, course)
+    maker.report(model, ABOUT_DEMO + ABOUT_TOOLS, progress, stage)
 
 
 @torch.no_grad()
@@ -293,7 +293,7 @@ def _options() -> Options:
         choices=("review", "sibling", "tools"),
         default="",
         help="continue from the existing demo model: with its last review, with its sibling, or "
-        "only with the course about tools",
+        "only with the stage about tools",
     )
     parser.add_argument("--questions", type=int, default=200, help="held-out questions per family")
     return Options(**vars(parser.parse_args()))

@@ -324,7 +324,7 @@ class RouterActor(_ProcessActor):
         return self._running.frontend.take_snapshot()
 
     async def set_roles(self, assignments: "dict[str, Assignment]") -> None:
-        """Apply all worker roles that operators have set, at this router or at others."""
+        """Apply the worker roles that operators have set through any router."""
         self._running.frontend.set_roles(assignments)
 
     async def show_cluster(self, scaling: "Scaling", routers: "list[RouterState]") -> None:

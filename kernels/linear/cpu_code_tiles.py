@@ -226,7 +226,7 @@ def _for_scattered(builder, kind: int, tile: _Tile, use: Callable[[Any, list[Any
 
 
 def _store(builder, tile: _Tile, k, values: list[Any]) -> None:
-    """Emit stores of the values of input k to `tile.sums` [end - begin, PANEL]."""
+    """Emit stores of the dequantized weights of input k to `tile.sums` [end - begin, PANEL]."""
     at = builder.mul(builder.sub(k, tile.begin), constant(PANEL))
     for c, value in zip(_COLUMNS, values, strict=True):
         pointer = vector_at(builder, tile.sums, builder.add(at, constant(c)), FLOATS)

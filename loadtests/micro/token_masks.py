@@ -248,7 +248,7 @@ def measure_others(setup: Setup, load: Load) -> dict[str, Any]:
 def measure_forced(setup: Setup, load: Load) -> dict[str, Any]:
     """Return steps and CPU time per answer, without and with extra forced tokens.
 
-    With extra forced tokens, a step adds up to `MAX_FORCED` of them.
+    With extra forced tokens, each step may append at most `MAX_FORCED` of them.
     """
     engine = Engine(WorkerConfig("masks", setup.model_folder, threads=setup.threads))
     engine.warm_up()

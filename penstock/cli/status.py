@@ -139,7 +139,7 @@ def _read(code: int, body: bytes) -> Json:
     if code == 403:
         raise NoStatus(
             "the server refused access (HTTP 403): give an API key with the role 'operator' or "
-            "'metrics'; if the server is bound to loopback, call it as localhost"
+            "'metrics'; if the server listens only on loopback, use a URL with the host localhost"
         )
     try:
         status = json.loads(body) if code == 200 else None

@@ -1,7 +1,8 @@
 """Ends a gRPC call whose client does not read the messages of the call.
 
-gRPC sends a call's status after its messages, and cannot reset a call of a server in asyncio. A
-client that reads nothing therefore keeps its call open. To end the call, its connection is closed.
+gRPC sends a call's status after its messages, and a server that uses `grpc.aio` cannot reset the
+call's HTTP/2 stream. A client that reads nothing therefore keeps its call open. To end the call,
+its connection is closed.
 """
 
 import asyncio

@@ -69,7 +69,7 @@ class Reader:
 
     @classmethod
     def notation(cls, grammar: CallGrammar) -> ArgumentNotation:
-        """Return the notation of the arguments in the calls of `call_forms`."""
+        """Return the notation in which calls that match `call_forms` write their arguments."""
         return JSON
 
     def feed(self, text: str) -> list[Piece]:

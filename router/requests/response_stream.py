@@ -136,8 +136,8 @@ class ResponseStream:
     )
 
     def __init__(self, max_unread: int, on_cancel: Callable[[Sequence[int]], None]) -> None:
-        self.numbers: list[int] = []  # number of each request of the call
-        self.seeds: list[int] = []  # seed of each request of the call
+        self.numbers: list[int] = []  # ids of the call's requests, by request index
+        self.seeds: list[int] = []  # seeds of the requests, by request index
         # By request index: the logprobs of prompt tokens 1, 2, ..., complete before any delta.
         self.prompt_logprobs: dict[int, list[worker_pb2.TokenLogprobs]] = {}
         # For each request index, the number of cached prompt tokens, known before the first delta.

@@ -1,4 +1,4 @@
-"""The device on which kernels are tested: the CPU's interpreter (`make kernels`) or a GPU."""
+"""The device of the tests of Triton kernels: a GPU, or the CPU with Triton's interpreter."""
 
 import os
 from collections.abc import Iterator

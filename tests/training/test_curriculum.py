@@ -1,4 +1,4 @@
-"""The second training course gives weak question families more weight than mastered families."""
+"""The second training stage gives weak question families more weight than mastered families."""
 
 from __future__ import annotations
 

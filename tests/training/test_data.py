@@ -66,7 +66,7 @@ def test_the_start_of_a_conversation_has_no_loss_weight() -> None:
     assert batch.weights[begins].sum() == 0
 
 
-def test_a_course_without_tools_has_no_conversation_with_tools() -> None:
+def test_a_stage_without_tools_has_no_conversation_with_tools() -> None:
     texts = [TOKENIZER.decode(row) for row in make_batch("short").tokens.tolist()]
     assert not any("Tools:" in text for text in texts)
 

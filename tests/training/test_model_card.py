@@ -8,7 +8,7 @@ from training import checkpoint, model_card
 from training.evaluate import Score
 from training.fit import Progress
 from training.model import Llama, LlamaShape
-from training.model_card import Course, Run
+from training.model_card import Run, Stage
 
 SHAPE = LlamaShape(
     hidden_size=32,
@@ -21,17 +21,17 @@ SHAPE = LlamaShape(
 SCORES = (Score("addition", 190, 200), Score("story", 100, 200))
 
 
-COURSE = Course(
+STAGE = Stage(
     Progress(step=77, tokens=400_000, wall=300.0, cpu=500.0), (Score("addition", 181, 200),)
 )
 
 
-def write_card(folder: Path, course: Course | None = None, note: str = "") -> str:
+def write_card(folder: Path, stage: Stage | None = None, note: str = "") -> str:
     """Write and return the card of a fake run."""
     model = Llama(SHAPE)
     checkpoint.save(model, folder)
     progress = Progress(step=1234, tokens=5_600_000, wall=2000.4, cpu=3500.2)
-    run = Run("demo", "A model.", model, 0, progress, SCORES, note=note, course=course)
+    run = Run("demo", "A model.", model, 0, progress, SCORES, note=note, stage=stage)
     model_card.write(folder, run)
     return (folder / "README.md").read_text()
 
@@ -50,8 +50,8 @@ def test_the_card_says_what_the_run_cost(tmp_path: Path) -> None:
         assert fact in text
 
 
-def test_the_card_compares_scores_before_and_after_the_course_about_tools(tmp_path: Path) -> None:
-    text = write_card(tmp_path, COURSE, note="- on a busy machine")
+def test_the_card_compares_scores_before_and_after_the_stage_about_tools(tmp_path: Path) -> None:
+    text = write_card(tmp_path, STAGE, note="- on a busy machine")
     rows = [line.split("|")[3:] for line in text.splitlines() if line.endswith(("yes |", "no |"))]
     assert rows == [
         [" 181/200 ", " 95.0% (190/200) ", " yes ", ""],

@@ -1,4 +1,4 @@
-"""The training courses of `make train-demo`: their limits, and a run of only the tools course."""
+"""The training stages of `make train-demo`: their limits, and a run of only the tools stage."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ SCORES = [Score("addition", 19, 20)]
 RECIPES = (train.DEMO_RECIPE, *train.REVIEWS, *train.TOOL_RECIPES)
 
 
-def test_all_courses_together_are_limited_to_70_minutes() -> None:
+def test_all_stages_together_are_limited_to_70_minutes() -> None:
     assert sum(recipe.minutes for recipe in (*RECIPES, train.SMALL_RECIPE)) == pytest.approx(
         train.MINUTES
     )
     assert train.MINUTES <= 70
 
 
-def test_weights_of_courses_are_those_of_families() -> None:
+def test_weights_of_stages_are_those_of_families() -> None:
     assert all(set(recipe.weights) <= set(FAMILIES) for recipe in RECIPES)
 
 
-def test_every_course_has_other_random_examples() -> None:
-    assert len({recipe.course for recipe in RECIPES}) == len(RECIPES)
+def test_every_stage_has_other_random_examples() -> None:
+    assert len({recipe.stage for recipe in RECIPES}) == len(RECIPES)
 
 
 @pytest.fixture
 def maker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Maker:
-    """Return the maker of a tiny model as after the other courses, with fake scores."""
+    """Return the maker of a tiny model as after the other stages, with fake scores."""
 
     def measure(answer: object, count: int, **rest: Any) -> list[Score]:
         return [*SCORES, *([Score("lookup", 9, 10)] if "lookup" in rest["families"] else [])]
@@ -63,7 +63,7 @@ def template_of(maker: Maker) -> str:
     return str(config["chat_template"])
 
 
-def test_course_about_tools_continues_the_model_and_changes_its_template(maker: Maker) -> None:
+def test_stage_about_tools_continues_the_model_and_changes_its_template(maker: Maker) -> None:
     model, progress = train._make_demo(maker)
     before = model.embed_tokens.weight.detach().clone()
     train._teach_tools(maker, model, progress)

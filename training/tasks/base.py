@@ -125,7 +125,7 @@ class Task:
         about: one sentence about the questions, for the model card.
         drill: generates several questions about the same text, so that one long prompt provides
             several training examples. Drills are used only in training.
-        tools: whether the family is used only in the training course about tools.
+        tools: whether the family is used only in the training stage about tools.
     """
 
     name: str
@@ -208,7 +208,7 @@ def family(
         long: whether the family is used only in batches of long rows.
         accepts: returns whether a text is a correct answer to an example.
         drill: generates several questions about the same text (see `Task`), or None.
-        tools: whether the family is used only in the training course about tools.
+        tools: whether the family is used only in the training stage about tools.
     """
 
     def register(generate: Generator) -> Generator:

@@ -66,13 +66,13 @@ def _walk(rng: Random, names: list[str], unit: str, farthest: int) -> Example:
 
 @family(weight=0.6)
 def days(rng: Random) -> Example:
-    """Questions such as the weekday three days after Monday: new wordings of known facts."""
+    """The days before or after a weekday; held-out questions reword trained facts."""
     return _walk(rng, DAYS, "day", 10)
 
 
 @family(weight=2.0)
 def months(rng: Random) -> Example:
-    """Questions such as the month two months before May: new wordings of known facts."""
+    """The months before or after a month; held-out questions reword trained facts."""
     return _walk(rng, MONTHS, "month", 6)
 
 
@@ -87,7 +87,7 @@ def units(rng: Random) -> Example:
 
 @family(weight=0.4)
 def time_units(rng: Random) -> Example:
-    """Questions about conversions of hours, dozens and others: new wordings of known facts."""
+    """Conversions of hours, dozens and others; held-out questions reword trained facts."""
     large, small, factor, top = rng.choice(_TABLED)
     return _conversion(rng, large, small, factor, rng.randint(1, top), keyed=False)
 

@@ -251,7 +251,7 @@ class BeamSearches:
 
 
 def _by_key(keys: Ints, choices: Ints) -> Iterator[tuple[Hashable, npt.NDArray[np.intp]]]:
-    """Yield each key with the indices of its beams, in the order of their choices."""
+    """Yield each search's key with the indices of its beams, in the order of `choices`."""
     indices: dict[Hashable, list[int]] = {}
     for at in np.argsort(choices, kind="stable").tolist():
         indices.setdefault(keys[at], []).append(at)

@@ -96,10 +96,10 @@ class Batcher:
         self._groups.fail(key)
 
     def request_yield(self, key: Key) -> None:
-        """Stop a sequence at its next step boundary and lease its blocks; ignore an unknown key.
+        """Make a sequence yield: stop it at its next step boundary and lease its KV blocks.
 
-        Waiting sequences have no blocks to lease; receiving sequences yield after their KV
-        transfer. With several choices or beams, only the blocks of the prompt are leased.
+        A waiting sequence has no blocks, and a receiving one yields after its KV transfer. With
+        several choices or beams, only the prompt's blocks are leased. Ignore an unknown key.
         """
         self._groups.request_yield(key)
 

@@ -36,7 +36,7 @@ _ROW_FORMAT = 0  # value of `weight_format` for plain rows; other values are lay
 
 
 def state_suffix(table: str) -> str:
-    """Return the suffix of the tensor that contains the JSON object of a module."""
+    """Return the name suffix of the tensor that holds a module's quantization state as JSON."""
     return f"weight.quant_state.bitsandbytes__{table}"
 
 

@@ -184,7 +184,7 @@ def scaler_of(
 
 
 def _product(limits: Mapping[str, PoolLimits], plan: ClusterPlan) -> PenstockScaler:
-    """Return the product's scaler, with the settings that `cluster/autoscaling` uses."""
+    """Return Penstock's autoscaler, with the settings that `cluster/autoscaling` uses."""
     if not plan.ttft_slo_seconds:
         return PenstockScaler(limits)
     aims = {

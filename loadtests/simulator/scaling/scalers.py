@@ -42,7 +42,7 @@ class Static:
 
 
 class PenstockScaler:
-    """The product's autoscaler."""
+    """Penstock's own autoscaler."""
 
     def __init__(
         self, limits: Mapping[str, PoolLimits], policy: ScalingPolicy | None = None

@@ -126,7 +126,7 @@ def _structural_tag(text: str) -> str:
     if not (isinstance(structures, list) and structures and isinstance(triggers, list)):
         raise invalid(
             f"structural_tag.structures is {value_text(structures)} and structural_tag.triggers is "
-            f"{value_text(triggers)}: expected a non-empty list and a list"
+            f"{value_text(triggers)}: both must be lists, and structures must not be empty"
         )
     tags = [
         _tag(f"structural_tag.structures[{i}]", each, triggers) for i, each in enumerate(structures)

@@ -10,7 +10,7 @@ NO_PREFIX: Mapping[str, Mapping[str, Any]] = {
     "Metaspace": {"prepend_scheme": "never"},
     "ByteLevel": {"add_prefix_space": False},
 }
-"""Fields that keep the steps of a tokenizer from adding a space before a text."""
+"""Fields that keep a normalizer or pre-tokenizer from adding a space before a text, by type."""
 
 
 def continuing(tokenizer: Tokenizer) -> Tokenizer:
@@ -31,9 +31,9 @@ def continuing(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def _without_prefix(step: Any) -> Any:
-    """Return a step of `tokenizer.json`, changed so that it adds no space before a text.
+    """Return a normalizer or pre-tokenizer without the space that it adds before a text.
 
-    Return None if the step would have no effect.
+    `step` is an object of `tokenizer.json`. Return None if it would then have no effect.
     """
     if step is None or step["type"] == "Prepend":
         return None

@@ -100,7 +100,7 @@ def test_row_counts_as_unconstrained_after_its_reasoning(
     budget = ThinkingBudget(most, CLOSE, start)
     params = SamplingParams(thinking_budget=budget, min_tokens=min_tokens, stop_token_ids=(STOP,))
     masks = admitted(params)
-    has_ended = False  # True once `masks` has read a log whose reasoning has ended
+    has_ended = False  # True once `masks` has read an answer whose reasoning has ended
     for length in range(len(answer) + 1):
         index, history = np.array([length], np.int32), one_row_table(PROMPT, answer[:length])
         reads = length >= most + len(start) and not has_ended

@@ -1,4 +1,4 @@
-"""Simulated rank pairs: bytes arrive in order, and every transfer order is reported once."""
+"""Simulated rank pairs: bytes arrive in order, and each piece is reported once."""
 
 from collections.abc import Sequence
 
