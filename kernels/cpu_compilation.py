@@ -6,12 +6,9 @@ process has claimed. It loads the other groups from disk when they are ready. A 
 group with a file lock (flock). The operating system releases the lock when the process ends.
 """
 
-import fcntl
-import os
 import threading
-import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +18,8 @@ import torch
 
 from penstock.kernels.activation import op as activation
 from penstock.kernels.attention import cpu_plan
-from penstock.kernels.cpu_common.numba_runtime import cache_folder, configure_numba, has_numba
+from penstock.kernels.cpu_common.compile_lock import MAX_LOCK_SECONDS, compile_lock
+from penstock.kernels.cpu_common.numba_runtime import configure_numba, has_numba, lock_folder
 from penstock.kernels.kv_cache import checksum
 from penstock.kernels.kv_cache import op as cache
 from penstock.kernels.kv_cache.format import format_of
@@ -32,16 +30,6 @@ from penstock.kernels.norm import op as norm
 from penstock.kernels.sampling import philox, token_mask
 from penstock.kernels.step_graph import graph
 from penstock.kernels.step_graph.opcodes import Extensions
-
-MAX_LOCK_SECONDS = 180.0
-"""Maximum wait for a group that another process compiles. The wait is limited, because the other
-process may be suspended; after the wait, this process compiles the group itself."""
-
-LOCK_POLL_SECONDS = 0.05
-
-MAX_LOAD_SECONDS = 0.5
-"""A process that holds a lock for longer than MAX_LOAD_SECONDS is compiling the group. To load a
-group from disk takes less time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +162,7 @@ class CpuKernelLoader:
             if self._groups:
                 configure_numba()
                 with _on_compile(self._record_compile):
-                    self._load_all(self._folder or _lock_folder())
+                    self._load_all(self._folder or lock_folder())
         except BaseException as error:
             self._error = error
 
@@ -186,70 +174,18 @@ class CpuKernelLoader:
     def _load_all(self, folder: Path) -> None:
         # First, load the groups that no other process has locked.
         for group in self._groups.values():
-            with _lock(folder, group.name, 0.0) as is_held:
+            with compile_lock(folder, group.name, 0.0) as is_held:
                 if is_held:
                     self._load(group)
         # Then wait for the groups that other processes had locked, and load them.
         for group in self._groups.values():
             if group.name not in self._loaded:
-                with _lock(folder, group.name, MAX_LOCK_SECONDS, self._record_compile):
+                with compile_lock(folder, group.name, MAX_LOCK_SECONDS, self._record_compile):
                     self._load(group)
 
     def _load(self, group: KernelGroup) -> None:
         group.load()
         self._loaded.add(group.name)
-
-
-def _lock_folder() -> Path:
-    folder = cache_folder() / "locks"
-    with suppress(OSError):
-        folder.mkdir(mode=0o700, exist_ok=True)
-    return folder
-
-
-@contextmanager
-def _lock(
-    folder: Path, name: str, seconds: float, notify: Callable[[], None] = lambda: None
-) -> Iterator[bool]:
-    """Hold the lock of a group within this context; yield False if it was not acquired in time.
-
-    On a file system without locks, every process gets True. Several processes may then compile the
-    same group, which is slower, but correct.
-
-    Args:
-        folder: folder of the lock files.
-        name: name of the group.
-        seconds: maximum wait; with 0, only one attempt is made.
-        notify: called once when another process has held the lock for MAX_LOAD_SECONDS.
-    """
-    try:
-        number = os.open(folder / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError:
-        yield True
-        return
-    try:
-        yield _acquire(number, seconds, notify)
-    finally:
-        os.close(number)
-
-
-def _acquire(number: int, seconds: float, notify: Callable[[], None]) -> bool:
-    began, notified = time.monotonic(), False
-    while True:
-        try:
-            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            waited = time.monotonic() - began
-            if waited >= seconds:
-                return False
-            if waited >= MAX_LOAD_SECONDS and not notified:
-                notify()
-                notified = True
-            time.sleep(LOCK_POLL_SECONDS)
-        except OSError:
-            return True
-        else:
-            return True
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from penstock.kernels.attention.cpu_inner import (
     softmax_rows,
 )
 from penstock.kernels.cpu_common.late_codegen import inner
-from penstock.kernels.cpu_common.numba_runtime import use_threads
+from penstock.kernels.cpu_common.numba_runtime import compile_function, use_threads
 from penstock.kernels.cpu_common.simd import VECTOR_WIDTH
 from penstock.kernels.kv_cache.cpu_blocks import as_f32, convert_block, page_size
 
@@ -337,7 +337,7 @@ def compile_paged_attention(rows: str) -> Any:
         f"void(float32[:,:,:], {rows}[::1], int64, int64, int64, int32[:,::1], int32[:,::1], int64,"
         " float32, float32, float32[::1], float32[::1], float32[:,:,::1], int64)"
     )
-    kernel: Any = numba.njit(signature, parallel=True, nogil=True, cache=True)(_paged_attention)
+    kernel = compile_function(_paged_attention, signature, parallel=True)
 
     def run(*arguments: Any, num_threads: int) -> None:
         kernel(*arguments, use_threads(num_threads))

@@ -17,6 +17,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from penstock.kernels.cpu_common.compile_lock import compile_lock
+
 log = logging.getLogger(__name__)
 
 KERNELS = Path(__file__).parent.parent
@@ -86,6 +88,25 @@ MIN_PARALLEL_ELEMENTS = 1 << 15
 """Smallest number of elements for which a second thread pays off (memory-bound operations)."""
 
 
+def compile_function(function: Callable[..., Any], signature: str, **options: Any) -> Any:
+    """Return a compiled function, loaded from the disk cache or compiled.
+
+    If several processes need the same function, one of them compiles it. The others wait and then
+    load it from the cache.
+
+    Args:
+        function: the function to compile.
+        signature: types of the arguments and the result, in numba's notation.
+        options: further options of `numba.njit`.
+    """
+    import numba
+
+    njit: Any = numba.njit  # the stubs of numba's `njit` lack some of its options
+    # All signatures of a function share one lock, because numba keeps them in one index file.
+    with compile_lock(lock_folder(), f"{function.__module__}.{function.__qualname__}"):
+        return njit(signature, nogil=True, cache=True, **options)(function)
+
+
 class Entry:
     """A numba function that Python can call, compiled or loaded from disk when first needed.
 
@@ -108,11 +129,7 @@ class Entry:
     def load(self) -> Any:
         """Return the compiled function. The first call compiles it or loads it from disk."""
         if self._compiled is None:
-            import numba
-
-            njit: Any = numba.njit  # the stubs of numba's `njit` lack some of its options
-            compile_ = njit(self._signature, nogil=True, cache=True, **self._options)
-            self._compiled = compile_(self._function)
+            self._compiled = compile_function(self._function, self._signature, **self._options)
         return self._compiled
 
     def __call__(self, *arguments: Any) -> None:
@@ -169,6 +186,15 @@ def cache_folder() -> Path:
             "or set NUMBA_CACHE_DIR to a folder of your own",
             error,
         )
+    return folder
+
+
+@cache
+def lock_folder() -> Path:
+    """Return the folder of the locks of compilations. It need not exist (see `compile_lock`)."""
+    folder = cache_folder() / "locks"
+    with suppress(OSError):
+        folder.mkdir(mode=0o700, exist_ok=True)
     return folder
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.kernels.cpu_common.late_codegen import inner
-from penstock.kernels.cpu_common.numba_runtime import use_threads
+from penstock.kernels.cpu_common.numba_runtime import compile_function, use_threads
 from penstock.kernels.kv_cache.cpu_blocks import page_size
 from penstock.kernels.kv_cache.cpu_store import store_kv
 
@@ -93,7 +93,7 @@ def rope_and_cache(kept: str) -> Any:
         "int64(float32[:,:,::1], int64, float32[:,:,::1], boolean, int64[:,::1],"
         f" {kept}[::1], int64, int64)"
     )
-    kernel: Any = numba.njit(signature, parallel=True, nogil=True, cache=True)(_rope_and_cache)
+    kernel = compile_function(_rope_and_cache, signature, parallel=True)
 
     def run(*arguments: Any, num_threads: int) -> int:
         lost: int = kernel(*arguments, use_threads(num_threads))

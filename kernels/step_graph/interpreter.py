@@ -14,7 +14,7 @@ import numpy.typing as npt
 from penstock.kernels.activation.cpu import COLUMNS_AT_ONCE, gate_columns, gate_scratch
 from penstock.kernels.attention.cpu_paged import attend_few_rows, visible_blocks
 from penstock.kernels.cpu_common.late_codegen import inner
-from penstock.kernels.cpu_common.numba_runtime import use_threads
+from penstock.kernels.cpu_common.numba_runtime import compile_function, use_threads
 from penstock.kernels.cpu_common.partition import f32_array as _floats
 from penstock.kernels.cpu_common.partition import partition as _partition
 from penstock.kernels.cpu_common.thread_barrier import (
@@ -368,7 +368,7 @@ def compile_interpreter(rows: str, extensions: Extensions) -> Any:
     # numba names its index file after `__qualname__`. Each interpreter needs a file of its own,
     # because several processes may compile different interpreters at the same time.
     body.__qualname__ = f"run_{rows}{extensions}"
-    kernel: Any = numba.njit(signature, parallel=True, nogil=True, cache=True)(body)
+    kernel = compile_function(body, signature, parallel=True)
 
     def run(*arguments: Any, num_threads: int) -> None:
         kernel(*arguments, use_threads(num_threads))

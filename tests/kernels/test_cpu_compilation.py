@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from penstock.kernels import cpu_compilation
+from penstock.kernels.cpu_common.compile_lock import compile_lock
 from penstock.kernels.cpu_common.cpu_features import has_avx2
 from penstock.kernels.cpu_common.numba_runtime import Entry, entry, has_numba, load_entries
 from penstock.kernels.cpu_compilation import (
@@ -147,7 +148,7 @@ def test_waiting_for_a_suspended_process_ends_after_max_lock_seconds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpu_compilation, "MAX_LOCK_SECONDS", 0.1)
-    with cpu_compilation._lock(tmp_path, "one", 0.0) as is_held:
+    with compile_lock(tmp_path, "one", 0.0) as is_held:
         assert is_held
         loaded = threading.Event()
         CpuKernelLoader([KernelGroup("one", loaded.set)], folder=tmp_path).join()
