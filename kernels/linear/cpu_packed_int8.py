@@ -1,4 +1,4 @@
-"""INT8 linear layers on CPUs with AMX or AVX-512 VNNI: y = s_x s_w (q_x - 128) q_wᵀ + b.
+"""INT8 linear layers on CPUs with AMX, AVX-512 VNNI or AVX2: y = s_x s_w (q_x - 128) q_wᵀ + b.
 
 x is [T, K], W [N, K] and y [T, N]. Activations are quantized to q_x at run time, with one scale s_x
 per row of x (`quantize_rows`). Weights are quantized to q_w once, with one scale s_w per row of W.
@@ -6,8 +6,8 @@ The int32 sums are exact, so the result for a row does not depend on the other r
 multiplied first by s_w, as in oneDNN, and then by s_x.
 
 W [N, K] is stored in the order in which AMX reads it: blocks of 64 outputs; in each block, steps of
-64 inputs; in each step, four tiles of 16 outputs. The VNNI loops read the same order. AMX and
-VNNI give bitwise identical results.
+64 inputs; in each step, four tiles of 16 outputs. The other loops read the same order. All CPUs
+give bitwise identical results.
 """
 
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from penstock.kernels.cpu_common.cpu_features import has_vnni
+from penstock.kernels.cpu_common.cpu_features import has_avx2, has_avx512, has_vnni
 from penstock.kernels.cpu_common.numba_runtime import configure_numba, has_numba
 from penstock.kernels.linear.cpu_packed_f32 import MIN_PARALLEL_MACS, has_amx
 from penstock.kernels.linear.quantize_rows import ZERO_POINT, quantize_per_token
@@ -38,8 +38,11 @@ def supports_int8_tiles(weight: Tensor) -> bool:
 
 
 def has_int8_loops() -> bool:
-    """Return whether this CPU can run the loops. They need AMX or AVX-512 VNNI, and numba."""
-    return (has_amx() or has_vnni()) and has_numba()
+    """Return whether this CPU can run the loops.
+
+    They need numba, and AMX, AVX-512 VNNI or AVX2. There are no loops for AVX-512 without VNNI.
+    """
+    return (has_vnni() if has_avx512() else has_avx2()) and has_numba()
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +78,7 @@ class PackedLinearInt8:
 def pack_int8_tiles(qweight: Tensor, scales: Tensor, bias: Tensor | None) -> PackedLinearInt8:
     """Pack a linear layer with quantized weights in tiles.
 
-    `qweight` is [N, K] int8 from -127 to 127. `scales` and `bias` are [N] float32.
+    `qweight` is [N, K] int8. `scales` and `bias` are [N] float32.
     """
     num_outputs, num_inputs = qweight.shape
     num_blocks = -(-num_outputs // _BLOCK_COLUMNS)
@@ -104,6 +107,6 @@ def load_cpu_kernels() -> None:
 @cache
 def _kernels() -> Any:
     configure_numba()
-    from penstock.kernels.linear import cpu_int8_amx, cpu_int8_vnni
+    from penstock.kernels.linear import cpu_int8_amx, cpu_int8_simd
 
-    return cpu_int8_amx if has_amx() else cpu_int8_vnni
+    return cpu_int8_amx if has_amx() else cpu_int8_simd

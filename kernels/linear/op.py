@@ -9,10 +9,10 @@ When a model is loaded, its weights are rearranged once into one of these CPU fo
   this, so `pack_batch_invariant` tests it, and pads the rows if the test fails;
 - INT8, with one scale s_w per weight row, and one scale s_x per activation row that is computed at
   run time: y = s_x s_w (x / s_x)₈ (W / s_w)₈ᵀ, where ()₈ rounds to 8 bits. The int32 sums are
-  exact, so the result for a row does not depend on other rows. CPUs with AMX or AVX-512 VNNI use
-  `cpu_packed_int8` if K is a multiple of its tile size, and oneDNN with VNNI otherwise. Other CPUs
-  use FBGEMM. With FBGEMM, activations are quantized to 7 bits, because FBGEMM's products of 8 by 8
-  bits saturate.
+  exact, so the result for a row does not depend on other rows. CPUs with AMX, AVX-512 VNNI or AVX2
+  use `cpu_packed_int8` if K is a multiple of its tile size. Otherwise, oneDNN computes the layer on
+  CPUs with VNNI, and FBGEMM on other CPUs. With FBGEMM, activations are quantized to 7 bits,
+  because FBGEMM's products of 8 by 8 bits saturate.
 
 On a GPU, this module offers only `pack_batch_invariant` (see `batch_invariant`).
 """
@@ -30,7 +30,7 @@ from penstock.kernels.checks import FLOATS
 from penstock.kernels.linear.batch_invariant import BatchInvariantLinear
 from penstock.kernels.linear.cpu_packed_f32 import pack_f32, supports_packed_f32
 from penstock.kernels.linear.cpu_packed_int8 import pack_int8_tiles, supports_int8_tiles
-from penstock.kernels.linear.quantize_rows import ZERO_POINT, quantize_per_token
+from penstock.kernels.linear.quantize_rows import QMAX, ZERO_POINT, quantize_per_token
 from penstock.kernels.linear.quantize_weights import quantize_weight
 from penstock.kernels.linear.quantized import QuantizedMatrix
 from penstock.kernels.triton_common.launch import runs_kernels
@@ -188,7 +188,7 @@ class FbgemmInt8Linear:
 
     packed: Any  # weights in FBGEMM's opaque layout
     bias: Tensor | None
-    steps: int  # largest quantized activation, see `activation_qmax`
+    steps: int  # largest magnitude of a quantized activation
 
     def __call__(self, x: Tensor) -> Tensor:
         largest = x.abs().amax(-1, keepdim=True).clamp_min_(torch.finfo(x.dtype).tiny)
@@ -229,12 +229,16 @@ def pack_int8_codes(qweight: Tensor, scales: Tensor, bias: Tensor | None) -> Pac
         packed = torch.ops.quantized.linear_prepack(quantized, None)
     finally:
         torch.backends.quantized.engine = before
-    return FbgemmInt8Linear(packed, bias, activation_qmax())
+    return FbgemmInt8Linear(packed, bias, FBGEMM_QMAX)
 
 
-def activation_qmax() -> int:
-    """Return the largest absolute value of a quantized activation minus its zero point."""
-    return 127 if _has_vnni() else 63
+FBGEMM_QMAX = 63
+"""Largest magnitude of an activation that is quantized for FBGEMM."""
+
+
+def activation_qmax(weight: Tensor) -> int:
+    """Return the largest magnitude of a quantized activation of `pack_int8(weight, ...)`."""
+    return QMAX if supports_int8_tiles(weight) or _has_vnni() else FBGEMM_QMAX
 
 
 def _has_vnni() -> bool:

@@ -63,7 +63,7 @@ if HAS_AMX:
     from penstock.kernels.linear.cpu_f32_amx_bf16x6 import compute_columns as _f32_amx_columns
     from penstock.kernels.linear.cpu_int8_amx import compute_columns as _int8_columns
 elif HAS_INT8_LOOPS:
-    from penstock.kernels.linear.cpu_int8_vnni import compute_columns as _int8_columns
+    from penstock.kernels.linear.cpu_int8_simd import compute_columns as _int8_columns
 if HAS_INT4_LOOPS:
     from penstock.kernels.linear.cpu_int4_simd import compute_columns as _int4_columns
 

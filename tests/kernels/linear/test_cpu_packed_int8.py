@@ -1,4 +1,4 @@
-"""INT8 linears on AMX and VNNI: exact sums for any shape, and batch-invariant."""
+"""INT8 linears on AMX, VNNI and AVX2: exact sums for any shape, and batch-invariant."""
 
 from collections.abc import Iterator
 from types import ModuleType
@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.kernels.cpu_common.cpu_features import has_amx, has_vnni
+from penstock.kernels.cpu_common.cpu_features import has_amx
 from penstock.kernels.linear import cpu_packed_int8 as levels
 from penstock.kernels.linear.cpu_packed_int8 import (
     PackedLinearInt8,
@@ -21,33 +21,33 @@ from penstock.kernels.linear.op import int8_linear_reference, pack_int8
 from penstock.kernels.linear.quantize_rows import ZERO_POINT, quantize_per_token
 from tests.support.threads import threads
 
-pytestmark = pytest.mark.skipif(not has_int8_loops(), reason="needs AMX or VNNI")
+pytestmark = pytest.mark.skipif(not has_int8_loops(), reason="needs AVX2 or VNNI")
 
 # These numbers repeat constants of `linear/cpu_int8_amx`, which can be imported only with numba.
 TILE_K, BLOCK_COLUMNS, BLOCK_ROWS = 64, 64, 32
 ROWS = (0, 1, 2, 3, 4, 5, 6, 7, 15, 16, 17, 31, 32, 33, 48, 49, 64, 65, 200)
 
 
-@pytest.fixture(params=["AMX", "VNNI"], autouse=True, scope="module")
+@pytest.fixture(params=["AMX", "SIMD"], autouse=True, scope="module")
 def loops(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
-    """Use the AMX or the VNNI loops, even if the CPU supports both."""
-    if not (has_amx() if request.param == "AMX" else has_vnni()):
-        pytest.skip(f"needs {request.param}")
+    """Use the AMX loops, or those for VNNI and AVX2, even if the CPU supports both."""
+    if request.param == "AMX" and not has_amx():
+        pytest.skip("needs AMX")
     levels._kernels()  # configures numba, which must happen before the import
-    from penstock.kernels.linear import cpu_int8_amx, cpu_int8_vnni
+    from penstock.kernels.linear import cpu_int8_amx, cpu_int8_simd
 
-    chosen: ModuleType = cpu_int8_amx if request.param == "AMX" else cpu_int8_vnni
+    chosen: ModuleType = cpu_int8_amx if request.param == "AMX" else cpu_int8_simd
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(levels, "_kernels", lambda: chosen)
         yield chosen
 
 
 def test_constants_match_the_loops() -> None:
-    from penstock.kernels.cpu_common import vnni
+    from penstock.kernels.cpu_common import int8_dot
     from penstock.kernels.linear import cpu_int8_amx
 
     loops: Any = cpu_int8_amx
-    assert (vnni.TILE_K, 16 * vnni.TILES_ACROSS) == (TILE_K, BLOCK_COLUMNS)
+    assert (int8_dot.TILE_K, 16 * int8_dot.TILES_ACROSS) == (TILE_K, BLOCK_COLUMNS)
     assert (loops.TILE_K, loops.BLOCK_COLUMNS, loops.BLOCK_ROWS) == (
         TILE_K,
         BLOCK_COLUMNS,
@@ -80,14 +80,16 @@ def test_matches_the_reference_for_any_shape(num_inputs: int, num_outputs: int) 
             torch.testing.assert_close(found, exact(x, weight, added), rtol=1e-5, atol=1e-4)
 
 
-def test_the_largest_sums_are_exact() -> None:
-    """Weights are 127, and inputs are +-127 (as unsigned numbers with zero point 128: 255 or 1)."""
+@pytest.mark.parametrize("rows", range(1, 8))
+def test_the_largest_sums_are_exact(rows: int) -> None:
+    """Inputs are +-127 (as unsigned numbers with zero point 128: 255 or 1)."""
     num_inputs = 200 * TILE_K
-    ends = torch.full((2, num_inputs), 127, dtype=torch.int8)
-    product = pack_int8_tiles(ends, torch.ones(2), None)
-    x = torch.ones(3, num_inputs)
-    assert torch.equal(product(x * 127), torch.full((3, 2), 127.0 * 127 * num_inputs))
-    assert torch.equal(product(-x * 127), torch.full((3, 2), -127.0 * 127 * num_inputs))
+    codes = torch.tensor([127, -127, -128], dtype=torch.int8)
+    product = pack_int8_tiles(codes[:, None].repeat(1, num_inputs), torch.ones(3), None)
+    x = torch.full((rows, num_inputs), 127.0)
+    expected = (codes.float() * 127 * num_inputs).repeat(rows, 1)
+    assert torch.equal(product(x), expected)
+    assert torch.equal(product(-x), -expected)
 
 
 @settings(max_examples=40, deadline=None)

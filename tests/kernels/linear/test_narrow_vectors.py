@@ -13,6 +13,7 @@ HERE = Path(__file__).parent
 TESTED = [
     HERE / "test_cpu_packed_f32.py",
     HERE / "test_cpu_packed_int4.py",
+    HERE / "test_cpu_packed_int8.py",
     HERE / "test_quantized.py",
     HERE.parent / "step_graph" / "test_step_graph_quantized.py",
 ]

@@ -122,7 +122,7 @@ def test_linear_has_the_bits_of_the_op(num_rows: int, num_inputs: int, num_outpu
     assert torch.equal(run_graph(builder, {x: values}, y), product(values))
 
 
-@pytest.mark.skipif(not has_int8_loops(), reason="needs AMX or VNNI")
+@pytest.mark.skipif(not has_int8_loops(), reason="needs AVX2 or VNNI")
 @pytest.mark.parametrize("num_rows", ROWS)
 def test_int8_linears_have_the_bits_of_the_op(num_rows: int) -> None:
     """Both layers of the graph use the same scratch buffers for quantized rows."""

@@ -174,14 +174,14 @@ def test_experts_have_the_bits_of_moe_forward(num_rows: int, num_experts: int, t
     check_experts(packed(num_experts, 192, 192), top_k, num_rows)
 
 
-@pytest.mark.skipif(not has_int8_loops(), reason="needs AMX or VNNI")
+@pytest.mark.skipif(not has_int8_loops(), reason="needs AVX2 or VNNI")
 @pytest.mark.parametrize("num_rows", ROWS)
 def test_int8_experts_have_the_bits_of_moe_forward(num_rows: int) -> None:
     experts = [pack_int8(torch.randn(192, 192), torch.randn(192)) for _ in range(5)]
     check_experts(experts, 2, num_rows)
 
 
-@pytest.mark.skipif(not has_int8_loops(), reason="needs AMX or VNNI")
+@pytest.mark.skipif(not has_int8_loops(), reason="needs AVX2 or VNNI")
 def test_experts_with_different_packing_are_refused() -> None:
     builder = make_builder()
     layout, f32 = builder.expert_layout(2, 1), packed(1, 64, 64)

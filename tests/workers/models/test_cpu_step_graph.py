@@ -231,7 +231,7 @@ INT8: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.skipif(not cpu_packed_int8.has_int8_loops(), reason="requires AMX or VNNI")
+@pytest.mark.skipif(not cpu_packed_int8.has_int8_loops(), reason="requires AVX2 or VNNI")
 @pytest.mark.parametrize("name", INT8)
 def test_int8_graph_matches_eager_execution(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -266,7 +266,7 @@ def test_weight_only_graph_has_the_bits_of_eager_execution(
         torch.testing.assert_close(ours, expected, rtol=0.0, atol=tolerance)
 
 
-@pytest.mark.skipif(not cpu_packed_int8.has_int8_loops(), reason="requires AMX or VNNI")
+@pytest.mark.skipif(not cpu_packed_int8.has_int8_loops(), reason="requires AVX2 or VNNI")
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
 @pytest.mark.parametrize("name", INT8)
 def test_interpreter_of_the_graph_is_loaded_at_the_start(

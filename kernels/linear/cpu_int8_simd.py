@@ -1,6 +1,6 @@
-"""AVX-512 VNNI loops of `cpu_packed_int8`, compiled by numba, for CPUs without AMX.
+"""AVX-512 VNNI and AVX2 loops of `cpu_packed_int8`, compiled by numba, for CPUs without AMX.
 
-The VNNI loops read the weights in the same order as the AMX loops. The int32 sums are exact and are
+These loops read the weights in the same order as the AMX loops. The int32 sums are exact and are
 scaled by the same operations, so the results are bitwise identical to those of `cpu_int8_amx`.
 """
 
@@ -12,17 +12,15 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
+from penstock.kernels.cpu_common.int8_dot import MAX_ROWS as TILE_ROWS
+from penstock.kernels.cpu_common.int8_dot import TILE_K, multiply_rows
 from penstock.kernels.cpu_common.late_codegen import inner
 from penstock.kernels.cpu_common.numba_runtime import entry, load_entries, run_serial_or_parallel
-from penstock.kernels.cpu_common.vnni import TILE_K, multiply_rows
 from penstock.kernels.linear.cpu_int8_amx import BLOCK_COLUMNS, dequantize_sums
 
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
 Sums = npt.NDArray[np.int32]
-
-TILE_ROWS = 6
-"""Number of rows that are multiplied by a block of weights at the same time."""
 
 _BLOCK_ROWS = 32 * TILE_ROWS
 """Number of rows that are multiplied by all columns before the next rows. These rows stay in the L2
@@ -31,9 +29,9 @@ cache."""
 _AHEAD = 8192
 """Prefetch distance in bytes: weights are prefetched this far after the weights in use."""
 
-_six, _six_ahead = multiply_rows(6, 0), multiply_rows(6, _AHEAD)
+_whole, _whole_ahead = multiply_rows(TILE_ROWS, 0), multiply_rows(TILE_ROWS, _AHEAD)
 _one, _two, _three = (multiply_rows(rows, _AHEAD) for rows in (1, 2, 3))
-_four, _five = (multiply_rows(rows, _AHEAD) for rows in (4, 5))
+_four, _five = multiply_rows(4, _AHEAD), multiply_rows(5, _AHEAD)  # with AVX-512 only
 
 
 @inner()
@@ -41,24 +39,25 @@ def _multiply(
     qvalues: Bytes, at: int, num_inputs: int, num_rows: int, weights: Bytes, block: int,
     prefetch: bool, shifts: Sums, sums: Sums,
 ) -> None:  # fmt: skip
-    """Compute `sums` [num_rows, BLOCK_COLUMNS] of one block of columns, for up to 6 rows."""
+    """Compute `sums` [num_rows, BLOCK_COLUMNS] of one block of columns; at most TILE_ROWS rows."""
     begin, column = block * num_inputs * BLOCK_COLUMNS, block * BLOCK_COLUMNS
     steps = num_inputs // TILE_K
-    if num_rows == 6:
+    if num_rows == TILE_ROWS:
         if prefetch:
-            _six_ahead(qvalues, at, num_inputs, weights, begin, steps, shifts, column, sums)
+            _whole_ahead(qvalues, at, num_inputs, weights, begin, steps, shifts, column, sums)
         else:
-            _six(qvalues, at, num_inputs, weights, begin, steps, shifts, column, sums)
+            _whole(qvalues, at, num_inputs, weights, begin, steps, shifts, column, sums)
     elif num_rows == 1:
         _one(qvalues, at, num_inputs, weights, begin, steps, shifts, column, sums)
     elif num_rows == 2:
         _two(qvalues, at, num_inputs, weights, begin, steps, shifts, column, sums)
     elif num_rows == 3:
         _three(qvalues, at, num_inputs, weights, begin, steps, shifts, column, sums)
-    elif num_rows == 4:
-        _four(qvalues, at, num_inputs, weights, begin, steps, shifts, column, sums)
-    else:
-        _five(qvalues, at, num_inputs, weights, begin, steps, shifts, column, sums)
+    elif TILE_ROWS == 6:
+        if num_rows == 4:
+            _four(qvalues, at, num_inputs, weights, begin, steps, shifts, column, sums)
+        else:
+            _five(qvalues, at, num_inputs, weights, begin, steps, shifts, column, sums)
 
 
 @inner()
