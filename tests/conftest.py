@@ -1,8 +1,11 @@
 """Settings for all tests and the processes that they start."""
 
+import functools
 import gc
 import os
 import random
+import ssl
+from typing import Any
 
 import pytest
 
@@ -19,6 +22,11 @@ reserve_descriptors()
 # Threads do not speed up small matrix products, and slow them down tenfold on a busy machine.
 # This variable must be set before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Each new HTTP client loads all CA certificates (50 ms of CPU time) for TLS, which no test uses.
+# Make this context once.
+tls: Any = ssl
+tls.create_default_context = functools.cache(ssl.create_default_context)
 
 # Each xdist process takes free ports from its own range, so that two never take the same port.
 if worker := os.environ.get("PYTEST_XDIST_WORKER"):

@@ -167,7 +167,7 @@ async def test_another_stream_is_not_disturbed_by_detokenize(
 async def test_tenant_that_fills_the_queue_does_not_keep_others_out(config: RouterConfig) -> None:
     """Calls of 64 prompts with 64 choices each fill the queue of 1,024 requests."""
     keyed = replace(config, api_keys=user_keys("greedy", "other"))
-    body = {"prompt": [[5, 6]] * 64, "n": 64, "max_tokens": 2}
+    body = {"prompt": [[5, 6]] * 64, "n": 64, "max_tokens": 1}
     async with serving(keyed, StubWorker()) as served:
         served.worker.stepping.clear()
         async with client_of(served, "greedy") as greedy, client_of(served, "other") as other:

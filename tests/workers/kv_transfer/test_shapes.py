@@ -28,7 +28,7 @@ RING = [("one", "tp2"), ("tp2", "pp2"), ("pp2", "tp2-pp2"), ("tp2-pp2", "one")]
 # For each model family and KV cache format, pairs of meshes between which KV is transferred.
 KINDS = {
     ("llama", "auto"): PAIRS,
-    ("deepseek", "auto"): PAIRS,
+    ("deepseek", "auto"): RING,
     ("falcon-rw", "auto"): RING,
     ("llama", "bfloat16"): RING,
     ("llama", "fp8"): RING,

@@ -43,7 +43,7 @@ def test_expected_answers_contain_many_different_tokens(model: Model) -> None:
     assert len({token for answer in model[2][0] for token in answer}) > 20
 
 
-@pytest.mark.parametrize("index", range(len(LENGTHS)))
+@pytest.mark.parametrize("index", [LENGTHS.index(length) for length in (1, 16, 33, 70)])
 def test_single_prompt_matches_transformers(model: Model, index: int) -> None:
     decoder, prompts, (answers, logits) = model
     found = generate(decoder, [prompts[index]], MAX_NEW)

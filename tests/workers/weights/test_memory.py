@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from tests.support.gguf_files import write_gguf
 from tests.support.quantized import fp8_blocks
 from tests.support.quantized_fp4 import NF4, bitsandbytes, mxfp4
 
-HIDDEN, INNER, LAYERS, NUM_EXPERTS = 768, 3072, 6, 16
+HIDDEN, INNER, LAYERS, NUM_EXPERTS = 768, 3072, 4, 16
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -53,13 +53,15 @@ LARGEST = 2 * INNER * HIDDEN * 4
 BUFFERS = 12 << 20
 """Allowed bytes for the buffer of the file, and for rows that are being converted."""
 
+Loader = subprocess.Popen[str]
+
 PACKED = CONFIG | {"hidden_size": 1024, "intermediate_size": 8192, "num_attention_heads": 16,
                    "num_key_value_heads": 16}  # fmt: skip
 GATE_AND_UP = 2 * 1024 * 8192
 """Number of weights of gate and up. Their codes take at most a quarter of the bytes of float32."""
 
-LOAD = """
-import sys
+LOADER = """
+import os, sys
 from pathlib import Path
 import torch
 from penstock.workers.weights.loading import load_model
@@ -68,16 +70,39 @@ def memory(name):
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name))
 
-def load(folder):
-    return load_model(Path(folder), "float32", torch.device("cpu"), quantization=sys.argv[3])
+def load(folder, quantization):
+    return load_model(Path(folder), "float32", torch.device("cpu"), quantization=quantization)
 
-warm = load(sys.argv[1])  # compiles what the packing needs
-del warm
-before = memory("VmRSS:")
-Path("/proc/self/clear_refs").write_text("5")
-model = load(sys.argv[2])
-print(memory("VmHWM:") - before, memory("VmRSS:") - before)
+def measure(warm, folder, quantization):
+    load(warm, quantization)  # compiles what the packing needs
+    before = memory("VmRSS:")
+    Path("/proc/self/clear_refs").write_text("5")
+    model = load(folder, quantization)
+    print(memory("VmHWM:") - before, memory("VmRSS:") - before, flush=True)
+
+for line in sys.stdin:
+    if child := os.fork():
+        status = os.waitpid(child, 0)[1]
+        if status:
+            sys.exit(f"loading failed: {line}")
+    else:
+        measure(*line.split())
+        os._exit(0)
 """
+"""Program that measures one load for each line of its input, in a process forked for this load."""
+
+
+@pytest.fixture(scope="module")
+def loader() -> Iterator[Loader]:
+    """Start `LOADER`. Its forks need no time for imports."""
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        [sys.executable, "-c", LOADER],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
+    ) as process:  # fmt: skip
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()
 
 
 def make(folder: Path, layers: int, config: dict[str, Any] = CONFIG) -> Path:
@@ -90,9 +115,11 @@ def make(folder: Path, layers: int, config: dict[str, Any] = CONFIG) -> Path:
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8", "fp8", "int4"])
-def test_peak_is_the_finished_size_plus_two_products(tmp_path: Path, quantization: str) -> None:
+def test_peak_is_the_finished_size_plus_two_products(
+    loader: Loader, tmp_path: Path, quantization: str
+) -> None:
     folders = (make(tmp_path / "warm", 1), make(tmp_path / "model", LAYERS))
-    peak, finished = memory_of(folders, quantization)
+    peak, finished = memory_of(loader, folders, quantization)
     assert peak <= finished + 2 * LARGEST + BUFFERS
     if quantization != "none":
         fraction = 0.25 if quantization == "int4" else 0.5
@@ -101,26 +128,22 @@ def test_peak_is_the_finished_size_plus_two_products(tmp_path: Path, quantizatio
 
 @pytest.mark.parametrize(("quantization", "bytes_per_weight"), [("int8", 1.1), ("int4", 0.7)])
 def test_stacked_experts_are_quantized_one_by_one(
-    tmp_path: Path, quantization: str, bytes_per_weight: float
+    loader: Loader, tmp_path: Path, quantization: str, bytes_per_weight: float
 ) -> None:
     """Besides finished layers, memory holds at most one stack of codes and two experts' floats."""
     folders = (make(tmp_path / "warm", 1, STACKED), make(tmp_path / "model", 2, STACKED))
-    peak, finished = memory_of(folders, quantization)
+    peak, finished = memory_of(loader, folders, quantization)
     expert = 2 * HIDDEN * HIDDEN
     codes = NUM_EXPERTS * expert * bytes_per_weight
     assert peak <= finished + codes + 2 * expert * 4 + BUFFERS
 
 
-def memory_of(folders: tuple[Path, Path], quantization: str) -> tuple[int, int]:
+def memory_of(loader: Loader, folders: tuple[Path, Path], quantization: str) -> tuple[int, int]:
     """Load both folders in one process; return the peak and growth in bytes of the second load."""
-    found = subprocess.run(
-        [sys.executable, "-c", LOAD, *map(str, folders), quantization],
-        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"},
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    peak, finished = map(int, found.stdout.split())
+    assert loader.stdin is not None
+    assert loader.stdout is not None
+    print(*folders, quantization, file=loader.stdin, flush=True)
+    peak, finished = map(int, loader.stdout.readline().split())
     return peak, finished
 
 
@@ -204,19 +227,20 @@ def make_packed(folder: Path, layers: int, method: str) -> Path:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_peak_of_quantized_weights_is_the_finished_size_plus_two_products(
-    tmp_path: Path, method: str
+    loader: Loader, tmp_path: Path, method: str
 ) -> None:
     folders = (
         make_packed(tmp_path / "warm", 1, method),
         make_packed(tmp_path / "model", 4, method),
     )
-    peak, finished = memory_of(folders, "none")
+    peak, finished = memory_of(loader, folders, "none")
     assert peak <= finished + 2 * GATE_AND_UP * METHODS[method][2] + BUFFERS
     size = (folders[1] / "model.safetensors").stat().st_size
     assert finished < 1.25 * size  # scales are in float32, so larger than the file
 
 
 def test_peak_of_dequantized_gguf_weights_is_the_finished_size_plus_two_products(
+    loader: Loader,
     tmp_path: Path,
 ) -> None:
     config, files = CONFIG | {"vocab_size": VOCAB_SIZE}, []
@@ -224,7 +248,7 @@ def test_peak_of_dequantized_gguf_weights_is_the_finished_size_plus_two_products
         folder = make(tmp_path / name, layers, config)
         make_tokenizer(folder)
         files.append(write_gguf(folder, tmp_path / f"{name}.gguf", "Q4_K"))
-    peak, finished = memory_of((files[0], files[1]), "none")
+    peak, finished = memory_of(loader, (files[0], files[1]), "none")
     assert peak <= finished + 2 * LARGEST + BUFFERS
     stored = (tmp_path / "model" / "model.safetensors").stat().st_size
     assert finished < 1.05 * stored  # about the bytes of the weights in float32
@@ -233,7 +257,7 @@ def test_peak_of_dequantized_gguf_weights_is_the_finished_size_plus_two_products
 @pytest.mark.skipif(not has_avx2(), reason="needs AVX2")
 @pytest.mark.parametrize(("kind", "ratio"), [("Q8_0", 37 / 34), ("Q4_0", 21 / 18)])
 def test_memory_for_packed_gguf_weights_is_near_the_size_of_the_file(
-    tmp_path: Path, kind: str, ratio: float
+    loader: Loader, tmp_path: Path, kind: str, ratio: float
 ) -> None:
     """Blocks of 34 or 18 bytes stay packed; a float32 scale and a zero point add 3 bytes."""
     config, files = CONFIG | {"vocab_size": VOCAB_SIZE}, []
@@ -241,6 +265,6 @@ def test_memory_for_packed_gguf_weights_is_near_the_size_of_the_file(
         folder = make(tmp_path / name, layers, config)
         make_tokenizer(folder)
         files.append(write_gguf(folder, tmp_path / f"{name}.gguf", kind))
-    peak, finished = memory_of((files[0], files[1]), "none")
+    peak, finished = memory_of(loader, (files[0], files[1]), "none")
     assert finished < ratio * files[1].stat().st_size + 3e6  # the embeddings are float32
     assert peak <= finished + LARGEST / 2 + BUFFERS  # gate and up, before and after they are fused
