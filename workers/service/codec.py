@@ -137,7 +137,7 @@ def _answers(submit: wire.Submit, params: SamplingParams) -> dict[int, list[int]
             del answers[entry.choice]
     if not answers:
         raise BadSubmit(
-            f"all {params.n} choices of the request have finished: expected one that has not"
+            f"every choice of the request ({params.n}) has finished: expected an unfinished one"
         )
     return answers
 

@@ -78,8 +78,8 @@ def check_include(include: Sequence[str]) -> None:
     for name in include:
         if name == "reasoning.encrypted_content":
             raise invalid(
-                f"include: {name} is not supported, because reasoning items contain their text: "
-                "leave it out",
+                f"include: {name} is not supported, and not needed, because reasoning items "
+                "contain the text of the reasoning: leave it out",
                 "include",
             )
         if name not in INCLUDABLE:
