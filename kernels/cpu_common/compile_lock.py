@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 MAX_LOCK_SECONDS = 180.0
-"""Maximum wait for code that another process compiles. The wait is limited, because the other
-process may be suspended; after the wait, this process compiles the code itself."""
+"""Maximum wait for one lock. The wait is limited, because the process that holds the lock may be
+suspended; after the wait, this process compiles the code itself."""
 
 LOCK_POLL_SECONDS = 0.05
 

@@ -44,8 +44,8 @@ TILE_K, TILES_ACROSS = 64, 4
 `linear/cpu_packed_int8`."""
 
 MAX_ROWS = 6 if LANES == 16 else 4
-"""Maximum number of rows of `multiply_rows`. The sums, weights and inputs of this many rows fit in
-the registers: 32 with AVX-512, 16 with AVX2."""
+"""Maximum number of rows of `multiply_rows`. The sums of these rows, the weights and the inputs of
+one row fit in the registers: 32 with AVX-512, 16 with AVX2."""
 
 _TILE_OUTPUTS = 16
 _QUADS = TILE_K // 4  # number of 32-bit words per step; a word contains four inputs

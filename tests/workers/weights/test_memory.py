@@ -82,11 +82,10 @@ def measure(warm, folder, quantization):
 
 for line in sys.stdin:
     if child := os.fork():
-        status = os.waitpid(child, 0)[1]
-        if status:
-            sys.exit(f"loading failed: {line}")
+        if os.waitpid(child, 0)[1]:
+            print("failed", flush=True)
     else:
-        measure(*line.split())
+        measure(*line.rstrip().split("\\t"))
         os._exit(0)
 """
 """Program that measures one load for each line of its input, in a process forked for this load."""
@@ -142,8 +141,10 @@ def memory_of(loader: Loader, folders: tuple[Path, Path], quantization: str) -> 
     """Load both folders in one process; return the peak and growth in bytes of the second load."""
     assert loader.stdin is not None
     assert loader.stdout is not None
-    print(*folders, quantization, file=loader.stdin, flush=True)
-    peak, finished = map(int, loader.stdout.readline().split())
+    print(*folders, quantization, sep="\t", file=loader.stdin, flush=True)
+    answer = loader.stdout.readline()
+    assert answer.strip() != "failed", "loading failed; the error is on stderr"
+    peak, finished = map(int, answer.split())
     return peak, finished
 
 
