@@ -186,7 +186,7 @@ class RaySession:
         """Shut Ray down, kill all local processes of Ray, and delete Ray's files."""
         # Record the processes now, because orphans can be found later only on Linux.
         self._descendants.alive()
-        # If Ray is only partly started, this may fail. `abandon` then kills all processes.
+        # `ray.shutdown` may fail if Ray is only partly started; `abandon` kills what is left.
         with suppress(Exception):
             ray.shutdown()
         if self._folder is not None:

@@ -70,7 +70,7 @@ def measure(
 
 
 def score(answer: Answer, family: Task, examples: Sequence[Example]) -> Score:
-    """Return the score of the function `answer` on examples of one question family."""
+    """Answer `examples` of one question family with `answer`; return how many answers are right."""
     texts = answer([example.conversation() for example in examples])
     right = sum(map(family.accepts, examples, texts))
     return Score(family.name, right, len(examples))

@@ -173,8 +173,8 @@ def _average_gradients(model: Llama) -> None:
 def _batches(tokenizer: Tokenizer, recipe: Recipe) -> Iterator[Batch]:
     maker = BatchMaker(tokenizer, f"{recipe.seed}:{recipe.stage}", recipe.weights, recipe.tools)
     for number in itertools.count(1):
-        # The model learns to copy in short rows first, because steps with short rows are cheaper.
-        # Afterwards, long rows teach it to copy over long distances.
+        # The first batches have short rows, which are cheaper and teach the model to copy. Later,
+        # some batches have long rows, so that it also learns to copy over long distances.
         if number > recipe.long_from and number % _LONG_EVERY == 0:
             yield maker.long(recipe.long_rows, recipe.long_length)
         else:

@@ -85,7 +85,7 @@ The column "before" has the scores on the same questions before the training sta
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Data of the training stage with tools: its progress, and the scores before the stage."""
+    """The training stage with tools: its progress, and the model's scores before it."""
 
     progress: Progress
     before: tuple[Score, ...]

@@ -191,7 +191,7 @@ def cache_folder() -> Path:
 
 @cache
 def lock_folder() -> Path:
-    """Return the folder of the locks of compilations. It need not exist (see `compile_lock`)."""
+    """Return the folder of the lock files; without it, processes compile without locks."""
     folder = cache_folder() / "locks"
     with suppress(OSError):
         folder.mkdir(mode=0o700, exist_ok=True)

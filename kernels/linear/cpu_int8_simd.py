@@ -39,7 +39,7 @@ def _multiply(
     qvalues: Bytes, at: int, num_inputs: int, num_rows: int, weights: Bytes, block: int,
     prefetch: bool, shifts: Sums, sums: Sums,
 ) -> None:  # fmt: skip
-    """Compute `sums` [num_rows, BLOCK_COLUMNS] of one block of columns; at most TILE_ROWS rows."""
+    """Compute `sums` [num_rows, BLOCK_COLUMNS] of one column block, for 1 to TILE_ROWS rows."""
     begin, column = block * num_inputs * BLOCK_COLUMNS, block * BLOCK_COLUMNS
     steps = num_inputs // TILE_K
     if num_rows == TILE_ROWS:

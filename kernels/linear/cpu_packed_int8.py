@@ -40,7 +40,8 @@ def supports_int8_tiles(weight: Tensor) -> bool:
 def has_int8_loops() -> bool:
     """Return whether this CPU can run the loops.
 
-    They need numba, and AMX, AVX-512 VNNI or AVX2. There are no loops for AVX-512 without VNNI.
+    They need numba, and AVX-512 VNNI (which every CPU with AMX has), or AVX2 on a CPU without
+    AVX-512.
     """
     return (has_vnni() if has_avx512() else has_avx2()) and has_numba()
 

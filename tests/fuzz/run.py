@@ -136,8 +136,8 @@ def draw(
     def send_one(given_: Input) -> None:
         send(given_)
 
-    # For each new input, hypothesis also draws variants of it. Most of them have been sent before,
-    # and they take half of the time.
+    # Turn off mutation: hypothesis would also mutate each new input. Most mutated inputs have been
+    # sent before, and drawing them takes half of the time of a run.
     with mock.patch.object(ConjectureRunner, "generate_mutations_from"):
         seed(seed_)(kind(given(inputs(routes))(send_one)))()
 

@@ -41,7 +41,7 @@ def test_every_stage_has_other_random_examples() -> None:
 
 @pytest.fixture
 def maker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Maker:
-    """Return the maker of a tiny model as after the other stages, with fake scores."""
+    """Return a maker whose tiny model has finished all stages but the tools stage (fake scores)."""
 
     def measure(answer: object, count: int, **rest: Any) -> list[Score]:
         return [*SCORES, *([Score("lookup", 9, 10)] if "lookup" in rest["families"] else [])]

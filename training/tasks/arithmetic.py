@@ -73,7 +73,7 @@ def addition_large(rng: Random) -> Example:
 
 @family(weight=0.7)
 def multiplication(rng: Random) -> Example:
-    """Products of two numbers up to 12; held-out questions reword trained facts."""
+    """Products of two numbers up to 12; held-out questions reword facts seen in training."""
     a, b = rng.randint(1, 12), rng.randint(1, 12)
     return Example(rng.choice(_MULTIPLY).format(a=a, b=b), f"{a} x {b} = {a * b}")
 

@@ -66,13 +66,13 @@ def _walk(rng: Random, names: list[str], unit: str, farthest: int) -> Example:
 
 @family(weight=0.6)
 def days(rng: Random) -> Example:
-    """The days before or after a weekday; held-out questions reword trained facts."""
+    """The days before or after a weekday; held-out questions reword facts seen in training."""
     return _walk(rng, DAYS, "day", 10)
 
 
 @family(weight=2.0)
 def months(rng: Random) -> Example:
-    """The months before or after a month; held-out questions reword trained facts."""
+    """The months before or after a month; held-out questions reword facts seen in training."""
     return _walk(rng, MONTHS, "month", 6)
 
 
@@ -87,7 +87,7 @@ def units(rng: Random) -> Example:
 
 @family(weight=0.4)
 def time_units(rng: Random) -> Example:
-    """Conversions of hours, dozens and others; held-out questions reword trained facts."""
+    """Conversions of hours, dozens and others; held-out questions reword facts seen in training."""
     large, small, factor, top = rng.choice(_TABLED)
     return _conversion(rng, large, small, factor, rng.randint(1, top), keyed=False)
 
