@@ -67,6 +67,11 @@ class AnswerBuilder:
             last.stop,
         )
 
+    def free_logprobs(self, max_tokens: int) -> bool:
+        """Free the logprobs of up to `max_tokens` tokens; return whether any are left."""
+        del self._logprobs[-max_tokens:]
+        return bool(self._logprobs)
+
 
 def slices_of(delta: Delta, max_tokens: int) -> Iterator[Delta]:
     """Split a delta into deltas of at most `max_tokens` tokens.
