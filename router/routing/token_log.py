@@ -81,8 +81,10 @@ class TokenLog:
     @property
     def num_known(self) -> int:
         """Number of prompt and answer tokens that a worker needs in its KV cache to continue."""
-        answers, _ = self.copy()
-        return len(self._request.prompt) + sum(map(len, answers))
+        num_prompt = len(self._request.prompt)
+        if self._request.num_beams:  # a beam search restarts from the prompt
+            return num_prompt
+        return num_prompt + sum(map(len, self.answers))
 
     @property
     def num_remaining(self) -> int:
