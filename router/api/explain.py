@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 import grpc
@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from penstock.protos import inference_pb2 as pb
 from penstock.protos import inference_pb2_grpc
-from penstock.router.api.http import json_response
+from penstock.router.api.generation.sending import FragmentResponse
 from penstock.router.errors import Code, ServingError
 from penstock.router.frontend import Frontend
 from penstock.router.observability.explained_request import (
@@ -22,6 +22,8 @@ from penstock.router.observability.explained_request import (
     Spent,
 )
 from penstock.router.observability.snapshot import RouterState
+from penstock.router.requests.json_text import dumps
+from penstock.router.requests.slices import Slices
 
 Fields: TypeAlias = dict[str, Any]
 
@@ -71,7 +73,7 @@ class Explainer:
         found = self._frontend.explanations.find(request_id, tenant)
         if found:
             now = asyncio.get_running_loop().time()
-            return to_reply(request_id, self._frontend.config.name, found, now)
+            return await to_reply(request_id, self._frontend.config.name, found, now)
         others = [] if is_forwarded else self._others()
         replies = await asyncio.gather(
             *(_forward(other, request_id, authorization) for other in others)
@@ -113,7 +115,7 @@ class Explainer:
             request.headers.get("authorization"),
             is_forwarded=False,
         )
-        return json_response(to_json(reply))
+        return FragmentResponse(_json_fragments(reply))
 
     def trailer(self, number: int, request_id: str) -> Sequence[tuple[str, str]]:
         """Return the trailing metadata of a call to Generate; empty if the request is unknown."""
@@ -152,17 +154,17 @@ def peer_address(other: RouterState) -> str:
 # ------------------------------------------------------------------ formats
 
 
-def to_reply(
+async def to_reply(
     request_id: str, router: str, found: Sequence[ExplainedRequest], now: float
 ) -> pb.ExplainReply:
     """Return a reply with the newest of the requests `found`, which are sorted by arrival."""
     kept = found[-MAX_REQUESTS:]
-    return pb.ExplainReply(
-        request_id=request_id,
-        router=router,
-        requests=[_explanation(each, now) for each in kept],
-        left_out=len(found) - len(kept),
-    )
+    reply = pb.ExplainReply(request_id=request_id, router=router, left_out=len(found) - len(kept))
+    slices = Slices()
+    for explained in kept:
+        reply.requests.append(_explanation(explained, now))
+        await slices.pause()
+    return reply
 
 
 def _explanation(explained: ExplainedRequest, now: float) -> pb.Explanation:
@@ -217,7 +219,16 @@ def _event(event: ExplainedEvent) -> pb.ExplainEvent:
     )
 
 
-def to_json(message: Message) -> Fields:
+def _json_fragments(reply: pb.ExplainReply) -> Iterator[str]:
+    """Yield a reply as JSON, with one request per fragment."""
+    names = f'"request_id":{dumps(reply.request_id)},"router":{dumps(reply.router)}'
+    yield f'{{{names},"requests":['
+    for number, explanation in enumerate(reply.requests):
+        yield ("," if number else "") + dumps(_to_json(explanation))
+    yield f'],"left_out":{reply.left_out}}}'
+
+
+def _to_json(message: Message) -> Fields:
     """Return all fields of a message by name, including fields with default values."""
     return {
         field.name: _json_value(getattr(message, field.name)) for field in message.DESCRIPTOR.fields
@@ -226,7 +237,7 @@ def to_json(message: Message) -> Fields:
 
 def _json_value(value: Any) -> Any:
     if isinstance(value, Message):
-        return to_json(value)
+        return _to_json(value)
     if isinstance(value, str | int | float):
         return value
     return [_json_value(each) for each in value]
