@@ -76,4 +76,5 @@ def check_tokens(request: pb.DetokenizeRequest, bounds: RequestBounds, model: Mo
     """Refuse too many tokens, and tokens outside the vocabulary."""
     most = bounds.max_detokenize_contexts * model.max_model_len
     check_num_tokens("tokens", len(request.tokens), most)
-    check_vocabulary(request.tokens, model, "tokens")
+    tokens = request.tokens[:]  # a list, which is read in half the time of the message's field
+    check_vocabulary(tokens, model, "tokens")

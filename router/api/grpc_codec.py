@@ -130,7 +130,7 @@ def to_generation_request(
 
 
 def _resume_states(entries: Sequence[pb.ResumeState]) -> dict[int, ResumeState]:
-    known = {each.choice: ResumeState(list(each.tokens), each.finish_reason) for each in entries}
+    known = {each.choice: ResumeState(each.tokens[:], each.finish_reason) for each in entries}
     if len(known) < len(entries):
         raise invalid(
             f"resume_from has {len(entries)} entries for {len(known)} choices: send one entry for "

@@ -17,6 +17,7 @@ async def decode(token_bytes: TokenBytes, tokens: Sequence[int], skip_special: b
     pieces: list[bytes] = []
     for start in range(0, len(tokens), TOKENS_PER_SLICE):
         part = tokens[start : start + TOKENS_PER_SLICE]
-        pieces += token_bytes.pieces(part, skip_special, is_start=not pieces)
+        if shown := token_bytes.pieces(part, skip_special, is_start=not pieces):
+            pieces.append(b"".join(shown))
         await slices.pause()
     return token_bytes.join(pieces)

@@ -7,6 +7,7 @@ is held back.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +54,12 @@ class Pattern:
         return None
 
 
-def _borders(pattern: str) -> list[int]:
+@lru_cache(maxsize=64)
+def _borders(pattern: str) -> Sequence[int]:
     """Return, for each prefix of `pattern`, the length of its longest proper border.
 
     A border of a text is a prefix of it that is also a suffix. The result is the failure function
-    of Knuth, Morris and Pratt.
+    of Knuth, Morris and Pratt. It is cached, because all choices of a call use the same patterns.
     """
     borders = [0] * len(pattern)
     length = 0

@@ -20,6 +20,7 @@ from penstock.router.requests.answer_parsing import AnswerParsing, ModelParsers
 from penstock.router.requests.cost import check_least_cost
 from penstock.router.requests.request import GenerationRequest, safe_request_id
 from penstock.router.requests.response_stream import ResponseStream
+from penstock.router.requests.slices import Slices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,20 +167,24 @@ class GenerationCalls:
         request_id = safe_request_id(given) or options.name
         parsing = options.parsing
         shown = self._parsers.shown_tokens(parsing) if parsing is not None else frozenset()
-        requests = [
-            GenerationRequest(
-                prompt,
-                self._with_budget(sampling, options.thinking_budget, prompt),
-                default_max_tokens=options.default_max_tokens,
-                tenant=request.state.tenant,
-                priority=options.priority,
-                request_id=request_id,
-                cache_salt=options.cache_salt,
-                shown_tokens=shown,
-                prompt_copies=options.prompt_copies,
+        tenant: str = request.state.tenant
+        slices = Slices()
+        requests: list[GenerationRequest] = []
+        for prompt in prompts:
+            requests.append(
+                GenerationRequest(
+                    prompt,
+                    self._with_budget(sampling, options.thinking_budget, prompt),
+                    default_max_tokens=options.default_max_tokens,
+                    tenant=tenant,
+                    priority=options.priority,
+                    request_id=request_id,
+                    cache_salt=options.cache_salt,
+                    shown_tokens=shown,
+                    prompt_copies=options.prompt_copies,
+                )
             )
-            for prompt in prompts
-        ]
+            await slices.pause()
         names = options.client_names
         form = sampling.structured_outputs
         if form is not None and form.kind == "tool_calls":

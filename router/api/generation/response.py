@@ -78,9 +78,14 @@ class Answers:
     def add(self, delta: Delta) -> None:
         self._builders.setdefault((delta.index, delta.choice), AnswerBuilder()).add(delta)
 
-    def merged(self) -> list[Delta]:
+    async def merged(self) -> list[Delta]:
         """Return one delta per choice, in order of prompts and choices."""
-        return [self._builders[name].build() for name in sorted(self._builders)]
+        slices = Slices()
+        merged: list[Delta] = []
+        for name in sorted(self._builders):
+            merged.append(self._builders[name].build())
+            await slices.pause()
+        return merged
 
     async def release(self) -> None:
         """Free the logprobs in slices, also those of the merged deltas.
@@ -151,7 +156,7 @@ class GenerationResponse(Response):
         except ClientDisconnectedError:
             return
         else:
-            whole = self._formatter.full_response(answers.merged())
+            whole = self._formatter.full_response(await answers.merged())
             headers = {**self._own_headers, **self._late_headers()}
             await send_json(send, whole, headers, lambda: not self._deltas.has_failed)
             return

@@ -84,12 +84,15 @@ class BackgroundRun:
 
     async def _read_whole(self, slices: Slices) -> None:
         answers = Answers()
-        async for delta in self._answers:
-            self._status = "in_progress"
-            answers.add(delta)
-            await slices.pause()
-        for _ in self._formatter.full_response(answers.merged()):
-            await slices.pause()
+        try:
+            async for delta in self._answers:
+                self._status = "in_progress"
+                answers.add(delta)
+                await slices.pause()
+            for _ in self._formatter.full_response(await answers.merged()):
+                await slices.pause()
+        finally:
+            await answers.release()
 
     async def _read_events(self, events: EventLog, slices: Slices) -> None:
         await events.add(self._formatter.queued_events(), slices)
