@@ -225,7 +225,7 @@ def _convert_once(
 
 
 @inner()
-def _copy_panel(
+def copy_panel(
     given: Floats, at: int, step: int, count: int, out: Floats, out_at: int, out_step: int
 ) -> None:
     """Copy `count` rows of PANEL elements from `given` to `out`.
@@ -260,7 +260,7 @@ def _whole_panels(
                 if converts_once and top - floor > TILE_ROWS:
                     if begin == 0:
                         at = floor * width + column
-                        _copy_panel(bias, panel * PANEL, 0, top - floor, y, at, width)
+                        copy_panel(bias, panel * PANEL, 0, top - floor, y, at, width)
                     _convert_once(
                         x, floor, top, begin, end, kind, codes, panel, scales, zeros, groups,
                         num_panels, values, ones, y, column, width,
@@ -269,14 +269,14 @@ def _whole_panels(
                 for r in range(floor, top, TILE_ROWS):
                     count, at = min(TILE_ROWS, top - r), r * width + column
                     if begin == 0:
-                        _copy_panel(bias, panel * PANEL, 0, count, sums, 0, PANEL)
+                        copy_panel(bias, panel * PANEL, 0, count, sums, 0, PANEL)
                     else:
-                        _copy_panel(y, at, width, count, sums, 0, PANEL)
+                        copy_panel(y, at, width, count, sums, 0, PANEL)
                     _multiply(
                         kind, x, r * num_inputs, num_inputs, count, begin, end, codes, panel,
                         scales, zeros, groups, num_panels, sums,
                     )  # fmt: skip
-                    _copy_panel(sums, 0, PANEL, count, y, at, width)
+                    copy_panel(sums, 0, PANEL, count, y, at, width)
 
 
 @inner()

@@ -38,6 +38,10 @@ all tiles of rows use them."""
 _BLOCK_ROWS = 64
 """Number of rows that are multiplied by all panels before the next rows (loop tiling)."""
 
+_PREFETCH_EVERY, _PREFETCH_OFTEN = 64, 16
+"""Number of inputs that a tile of four rows multiplies between two groups of prefetches. The second
+number is for few rows: they share the prefetches of a panel, so each group has more lines."""
+
 _LINE = 16  # number of float32 in a cache line
 
 
@@ -182,15 +186,15 @@ def _tile_of_4(
     """Do the work of `_tile_of_8` for four rows."""
     x1, x2, x3 = x_at + x_step, x_at + 2 * x_step, x_at + 3 * x_step
     s0 = s1 = s2 = s3 = _zero_sums()
-    pace, at_once, due = max(1, count // lines), (lines + count - 1) // count, 0
-    for k in range(count):
-        if k == due:
-            for _ in range(at_once):
-                prefetch(panels, ahead)
-                ahead += _LINE
-            due += pace
-        columns = _load_panel(panels, at + k * PANEL)
-        s0, s1, s2, s3 = _fma_rows(s0, s1, s2, s3, x, x_at + k, x1 + k, x2 + k, x3 + k, columns)
+    every = _PREFETCH_EVERY if 2 * lines < count else _PREFETCH_OFTEN
+    at_once = -(-lines * every // count)
+    for begin in range(0, count, every):
+        for _ in range(at_once):
+            prefetch(panels, ahead)
+            ahead += _LINE
+        for k in range(begin, min(begin + every, count)):
+            columns = _load_panel(panels, at + k * PANEL)
+            s0, s1, s2, s3 = _fma_rows(s0, s1, s2, s3, x, x_at + k, x1 + k, x2 + k, x3 + k, columns)
     _store_sums(y, y_at, s0, before, before_at)
     _store_sums(y, y_at + y_step, s1, before, before_at + before_step)
     _store_sums(y, y_at + 2 * y_step, s2, before, before_at + 2 * before_step)
@@ -251,6 +255,9 @@ def _whole_panels(
     if num_rows == 1:
         _one_row(x, num_inputs, panels, bias, first, last, y)
         return
+    # The sums of a panel are contiguous, because a cache holds few rows of y if their distance is a
+    # power of two.
+    sums = np.empty(min(num_rows, _BLOCK_ROWS) * PANEL, np.float32)
     for floor in range(0, num_rows, _BLOCK_ROWS):
         top = min(floor + _BLOCK_ROWS, num_rows)
         lines = -(-BLOCK_K * PANEL // _LINE * TILE_ROWS // (top - floor))
@@ -258,14 +265,17 @@ def _whole_panels(
             for begin in range(0, num_inputs, BLOCK_K):
                 count = min(BLOCK_K, num_inputs - begin)
                 at, ahead = (panel * num_inputs + begin) * PANEL, 0
-                column = (panel - first) * PANEL
-                before, step = (bias[panel * PANEL :], 0) if begin == 0 else (y[column:], width)
-                for r in range(floor, top, TILE_ROWS):
-                    ahead = at + count * PANEL + (r - floor) // TILE_ROWS * lines * _LINE
+                before, step = (bias[panel * PANEL :], 0) if begin == 0 else (sums, PANEL)
+                for r in range(0, top - floor, TILE_ROWS):
+                    ahead = at + count * PANEL + r // TILE_ROWS * lines * _LINE
                     tile(
-                        x, r * num_inputs + begin, num_inputs, count, panels, at, ahead, lines,
-                        before, r * step, step, y, r * width + column, width,
+                        x, (floor + r) * num_inputs + begin, num_inputs, count, panels, at, ahead,
+                        lines, before, r * step, step, sums, r * PANEL, PANEL,
                     )  # fmt: skip
+            column = (panel - first) * PANEL
+            for r in range(top - floor):
+                for c in range(0, PANEL, VECTOR_WIDTH):
+                    store(y, (floor + r) * width + column + c, load_wide(sums, r * PANEL + c))
 
 
 @inner()

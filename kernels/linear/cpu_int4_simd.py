@@ -16,10 +16,10 @@ import numpy.typing as npt
 
 from penstock.kernels.cpu_common.late_codegen import inner
 from penstock.kernels.cpu_common.numba_runtime import entry, load_entries, run_serial_or_parallel
-from penstock.kernels.cpu_common.simd import VECTOR_WIDTH, load_wide, store
+from penstock.kernels.cpu_common.simd import VECTOR_WIDTH
 from penstock.kernels.linear.cpu_code_tiles import TILE_ROWS
-from penstock.kernels.linear.cpu_dequantizing import copy_last_columns
-from penstock.kernels.linear.cpu_int4_tiles import multiply_block
+from penstock.kernels.linear.cpu_dequantizing import copy_last_columns, copy_panel
+from penstock.kernels.linear.cpu_int4_tiles import expand_codes, multiply_block
 from penstock.kernels.linear.int8_blocks import BLOCK_INPUTS, UNIT_INPUTS
 from penstock.kernels.linear.panels import PANEL
 
@@ -30,6 +30,12 @@ Ints = npt.NDArray[np.int32]
 
 _BLOCK_ROWS = 64
 """Number of rows that are multiplied by all panels before the next rows (loop tiling)."""
+
+_EXPANDS_ONCE = VECTOR_WIDTH == 8
+"""Whether several tiles of rows share the codes of a panel as bytes. With AVX2, a tile has only
+four rows, so each tile would spend a third of its time on its own conversion."""
+
+_multiply, _multiply_expanded = multiply_block(is_expanded=False), multiply_block(is_expanded=True)
 
 
 @inner()
@@ -46,26 +52,40 @@ def _whole_panels(
     num_blocks, num_runs = -(-num_inputs // BLOCK_INPUTS), -(-num_inputs // run)
     panel_codes, panel_scales = len(codes) // num_panels, len(scales) // num_panels
     group_step = PANEL if group_inputs == run else 0
+    expanded = np.empty(BLOCK_INPUTS * PANEL if _EXPANDS_ONCE else 0, np.uint8)
+    # The sums of a panel are contiguous, because a cache holds few rows of y if their distance is a
+    # power of two.
+    sums = np.empty(min(num_rows, _BLOCK_ROWS) * PANEL, np.float32)
     for floor in range(0, num_rows, _BLOCK_ROWS):
         top = min(floor + _BLOCK_ROWS, num_rows)
+        expands = _EXPANDS_ONCE and top - floor > TILE_ROWS
         for panel in range(first, last):
-            column = (panel - first) * PANEL
-            for r in range(floor, top):
-                for c in range(0, PANEL, VECTOR_WIDTH):
-                    store(y, r * width + column + c, load_wide(bias, panel * PANEL + c))
+            copy_panel(bias, panel * PANEL, 0, top - floor, sums, 0, PANEL)
             for block in range(num_blocks):
                 begin = block * BLOCK_INPUTS
                 codes_at = panel * panel_codes + begin // UNIT_INPUTS * PANEL * 4
                 group_at = panel * panel_scales + begin // group_inputs * PANEL
+                size = min(BLOCK_INPUTS, num_inputs - begin)
+                if expands:
+                    expand_codes(codes, codes_at, size, expanded)
                 for r in range(floor, top, TILE_ROWS):
-                    multiply_block(
-                        qvalues, r * num_inputs + begin, num_inputs,
-                        row_scales, r * num_blocks + block, num_blocks,
-                        offsets, r * num_runs + block * block_runs, num_runs,
-                        min(TILE_ROWS, top - r), min(BLOCK_INPUTS, num_inputs - begin), run,
-                        codes, codes_at, scales, zeros, group_at, group_step,
-                        y, r * width + column, width,
-                    )  # fmt: skip
+                    q_at, scale_at = r * num_inputs + begin, r * num_blocks + block
+                    offset_at, sums_at = r * num_runs + block * block_runs, (r - floor) * PANEL
+                    count = min(TILE_ROWS, top - r)
+                    if expands:
+                        _multiply_expanded(
+                            qvalues, q_at, num_inputs, row_scales, scale_at, num_blocks,
+                            offsets, offset_at, num_runs, count, size, run,
+                            expanded, 0, scales, zeros, group_at, group_step, sums, sums_at, PANEL,
+                        )  # fmt: skip
+                    else:
+                        _multiply(
+                            qvalues, q_at, num_inputs, row_scales, scale_at, num_blocks,
+                            offsets, offset_at, num_runs, count, size, run, codes, codes_at,
+                            scales, zeros, group_at, group_step, sums, sums_at, PANEL,
+                        )  # fmt: skip
+            column = (panel - first) * PANEL
+            copy_panel(sums, 0, PANEL, top - floor, y, floor * width + column, width)
 
 
 @inner()

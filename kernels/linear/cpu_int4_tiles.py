@@ -51,6 +51,7 @@ most 15) and an activation (at most 127 in magnitude)."""
 class _Tile:
     """The arguments of `multiply_block`; arrays are replaced by pointers to their data."""
 
+    is_expanded: bool
     qvalues: Any
     q_at: Any
     q_step: Any
@@ -74,41 +75,80 @@ class _Tile:
     y_step: Any
 
 
-@simd_intrinsic
-def multiply_block(
-    typing, qvalues, q_at, q_step, row_scales, row_scales_at, row_scales_step, offsets, offsets_at,
-    offsets_step, count, num_inputs, run, codes, codes_at, scales, zeros, group_at, group_step, y,
-    y_at, y_step,
-):  # fmt: skip
-    """Add the products of one block of inputs to a panel of `count` rows of y.
-
-    For each array, the argument with the suffix `_at` is the index of the first element, and the
-    argument with the suffix `_step` is the number of elements from a row to the next.
+def multiply_block(is_expanded: bool):
+    """Return an intrinsic that multiplies a tile of rows by one block of inputs of a panel.
 
     Args:
-        qvalues: int8 activations of the block.
-        row_scales: float32; one scale per row for the activations of the block.
-        offsets: int32; for each run of a row, minus the sum of the run's activations.
-        count: number of rows, 1 to the last of ROW_COUNTS.
-        num_inputs: number of inputs in the block, a multiple of UNIT_INPUTS, at most BLOCK_INPUTS.
-        run: number of inputs per run, a multiple of UNIT_INPUTS. A run's inputs have one group.
+        is_expanded: whether the codes are bytes that `expand_codes` has made. Such codes are for
+            tiles with the largest number of rows.
+    """
+    sizes = ROW_COUNTS[-1:] if is_expanded else ROW_COUNTS
+
+    @simd_intrinsic
+    def multiply(
+        typing, qvalues, q_at, q_step, row_scales, row_scales_at, row_scales_step, offsets,
+        offsets_at, offsets_step, count, num_inputs, run, codes, codes_at, scales, zeros, group_at,
+        group_step, y, y_at, y_step,
+    ):  # fmt: skip
+        """Add the products of one block of inputs to a panel of `count` rows of y.
+
+        For each array, the argument with the suffix `_at` is the index of the first element, and
+        the argument with the suffix `_step` is the number of elements from a row to the next.
+
+        Args:
+            qvalues: int8 activations of the block.
+            row_scales: float32; one scale per row for the activations of the block.
+            offsets: int32; for each run of a row, minus the sum of the run's activations.
+            count: number of rows, 1 to the last of ROW_COUNTS.
+            num_inputs: number of inputs in the block, a multiple of UNIT_INPUTS, at most
+                BLOCK_INPUTS.
+            run: number of inputs per run, a multiple of UNIT_INPUTS. A run's inputs have one group.
+            codes: uint8 codes of the panel; those of the block begin at index `codes_at`.
+            scales: float32; the PANEL scales of the first run's group begin at index `group_at`.
+            zeros: uint8 zero points, with the same indices as `scales`.
+            group_step: number of elements from the group of a run to the group of the next run.
+            y: float32.
+        """
+        size = types.intp
+        result = types.void(
+            qvalues, size, size, row_scales, size, size, offsets, size, size, size, size, size,
+            codes, size, scales, zeros, size, size, y, size, size,
+        )  # fmt: skip
+
+        def code(context, builder, signature, arguments):
+            tile = _Tile(is_expanded, *array_data(context, builder, signature, arguments))
+            by_row_count(
+                builder, tile.count, sizes, lambda num_rows: _emit(builder, num_rows, tile)
+            )
+            return context.get_dummy_value()
+
+        return result, code
+
+    return multiply
+
+
+@simd_intrinsic
+def expand_codes(typing, codes, codes_at, num_inputs, expanded):
+    """Store the codes of one block of inputs of a panel as bytes.
+
+    Args:
         codes: uint8 codes of the panel; those of the block begin at index `codes_at`.
-        scales: float32; the PANEL scales of the first run's group begin at index `group_at`.
-        zeros: uint8 zero points, with the same indices as `scales`.
-        group_step: number of elements from the group of a run to the group of the next run.
-        y: float32.
+        num_inputs: number of inputs in the block, a multiple of UNIT_INPUTS.
+        expanded: uint8 result: for each unit of inputs, two sets of vectors (see `_unpack`).
     """
     size = types.intp
-    result = types.void(
-        qvalues, size, size, row_scales, size, size, offsets, size, size, size, size, size, codes,
-        size, scales, zeros, size, size, y, size, size,
-    )  # fmt: skip
+    result = types.void(codes, size, size, expanded)
 
     def code(context, builder, signature, arguments):
-        tile = _Tile(*array_data(context, builder, signature, arguments))
-        by_row_count(
-            builder, tile.count, ROW_COUNTS, lambda num_rows: _emit(builder, num_rows, tile)
-        )
+        packed, at, count, target = array_data(context, builder, signature, arguments)
+        with cgutils.for_range_slice(
+            builder, constant(0), count, constant(UNIT_INPUTS), intp=INDEX
+        ) as (k, number):
+            first = builder.mul(number, constant(2 * _UNIT_BYTES))
+            for position, columns in enumerate(_unpack(builder, packed, at, k)):
+                for c, column in zip(_COLUMNS, columns, strict=True):
+                    index = builder.add(first, constant(position * _UNIT_BYTES + 4 * c))
+                    builder.store(column, vector_at(builder, target, index, WORDS), align=1)
         return context.get_dummy_value()
 
     return result, code
@@ -194,7 +234,7 @@ def _add_run(builder, sums, qvalues, tile: _Tile, begin) -> None:
     multiply_add = _instruction(builder, "llvm.x86.avx512.vpdpbusd.512")
     end = _minimum(builder, builder.add(begin, tile.run), tile.num_inputs)
     with cgutils.for_range_slice(builder, begin, end, constant(UNIT_INPUTS), intp=INDEX) as (k, _):
-        lower, upper = _unpack(builder, tile, k)
+        lower, upper = _codes_as_bytes(builder, tile, k)
         for row, pointer in zip(sums, qvalues, strict=True):
             for first, columns in ((0, lower), (4, upper)):
                 inputs = _four_inputs(builder, pointer, k, first)
@@ -232,7 +272,7 @@ def _add_short_run(builder, short_sums, qvalues, tile: _Tile, first, end) -> Non
     multiply = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx2.pmadd.ub.sw")
     stop = _minimum(builder, builder.add(first, constant(_SHORT_RUN)), end)
     with cgutils.for_range_slice(builder, first, stop, constant(UNIT_INPUTS), intp=INDEX) as (k, _):
-        for position, columns in enumerate(_unpack(builder, tile, k)):
+        for position, columns in enumerate(_codes_as_bytes(builder, tile, k)):
             for row, pointer in zip(short_sums, qvalues, strict=True):
                 inputs = builder.bitcast(_four_inputs(builder, pointer, k, 4 * position), quads)
                 for variable, column in zip(row, columns, strict=True):
@@ -258,20 +298,37 @@ def _four_inputs(builder, pointer, k, position: int):
     return broadcast(builder, builder.load(builder.bitcast(at, WORD.as_pointer()), align=1))
 
 
-def _unpack(builder, tile: _Tile, k) -> tuple[list[Any], list[Any]]:
+def _codes_as_bytes(builder, tile: _Tile, k) -> tuple[list[Any], list[Any]]:
+    """Emit the two sets of vectors of `_unpack` for the tile's codes."""
+    if not tile.is_expanded:
+        return _unpack(builder, tile.codes, tile.codes_at, k)
+    first = builder.add(
+        tile.codes_at, builder.mul(builder.lshr(k, constant(3)), constant(2 * _UNIT_BYTES))
+    )
+    lower, upper = (
+        [
+            load_vector(builder, tile.codes, builder.add(first, constant(start + 4 * c)), WORDS, 1)
+            for c in _COLUMNS
+        ]
+        for start in (0, _UNIT_BYTES)
+    )
+    return lower, upper
+
+
+def _unpack(builder, codes, codes_at, k) -> tuple[list[Any], list[Any]]:
     """Emit two sets of vectors with the codes of all outputs as bytes.
 
     The first set has the codes of the inputs k to k + 3, and the second set those of k + 4 to
     k + 7. The codes of the next block are prefetched into the L2 cache.
     """
     offset = builder.mul(builder.lshr(k, constant(3)), constant(_UNIT_BYTES))
-    at = builder.add(tile.codes_at, offset)
+    at = builder.add(codes_at, offset)
     ahead = BLOCK_INPUTS // UNIT_INPUTS * _UNIT_BYTES
     mask, lower, upper = filled(WORDS, 0x0F0F0F0F), [], []
     for c in _COLUMNS:
         index = builder.add(at, constant(4 * c))
-        prefetch_pointer(builder, builder.gep(tile.codes, [builder.add(index, constant(ahead))]))
-        word = load_vector(builder, tile.codes, index, WORDS, 1)
+        prefetch_pointer(builder, builder.gep(codes, [builder.add(index, constant(ahead))]))
+        word = load_vector(builder, codes, index, WORDS, 1)
         lower.append(builder.and_(word, mask))
         upper.append(builder.and_(builder.lshr(word, filled(WORDS, 4)), mask))
     return lower, upper
