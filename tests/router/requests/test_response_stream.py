@@ -4,6 +4,7 @@ import pytest
 
 from penstock.router.errors import Code, ServingError
 from penstock.router.requests.response_stream import (
+    AnswerBuilder,
     ClientDisconnectedError,
     Delta,
     ResponseStream,
@@ -37,6 +38,18 @@ async def test_unread_deltas_are_merged() -> None:
     assert stream.seeds == [3, 4]
     stream.close()
     assert cancelled == []
+
+
+def test_logprobs_are_freed_in_parts_from_the_built_answer_too() -> None:
+    builder = AnswerBuilder()
+    builder.add(delta(0, size=3))
+    builder.add(delta(3, size=4))
+    answer = builder.build()
+    parts = 0
+    while builder.free_logprobs(2):
+        parts += 1
+        assert len(answer.logprobs) == 7 - 2 * parts
+    assert (parts, len(answer.logprobs), len(answer.tokens)) == (3, 0, 7)
 
 
 async def test_unread_deltas_are_delivered_before_an_error() -> None:
