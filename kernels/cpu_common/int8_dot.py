@@ -1,16 +1,15 @@
 """Numba intrinsics for products of 8-bit integers, with AVX-512 VNNI or AVX2.
 
-The operands are vectors of 32-bit words: four inputs per word (unsigned bytes with the zero point
-128), four weights per word (signed bytes), and int32 sums. The four products of a word are added to
-the word's sum.
+The operands are vectors of 32-bit words: four inputs per word (bytes), four weights per word
+(signed bytes), and int32 sums. The four products of a word are added to the word's sum.
 
-- AVX-512 VNNI has one instruction for this (VPDPBUSD). The zero point is part of the initial sums.
-- AVX2 first subtracts the zero point from the inputs. VPMADDUBSW multiplies the magnitudes of
-  weights by inputs with the signs of the weights, and adds two products: at most 2 * 128 * 127,
-  which fits in 16 bits. VPMADDWD adds two of these sums.
+- AVX-512 VNNI has one instruction for this (VPDPBUSD). Inputs have the zero point 128, and are from
+  1 to 255. The zero point is part of the initial sums.
+- With AVX2, inputs have no zero point, and are from -127 to 127. VPMADDUBSW multiplies the
+  magnitudes of weights by inputs with the signs of the weights, and adds two products: at most
+  2 * 128 * 127, which fits in 16 bits. VPMADDWD adds two of these sums.
 
-Inputs are from 1 to 255, so nothing saturates. Sums that fit in int32 are exact, and both ways give
-the same sums.
+Nothing saturates. Sums that fit in int32 are exact, and both ways give the same sums.
 """
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def"
@@ -47,6 +46,9 @@ MAX_ROWS = 6 if LANES == 16 else 4
 """Maximum number of rows of `multiply_rows`. The sums of these rows, the weights and the inputs of
 one row fit in the registers: 32 with AVX-512, 16 with AVX2."""
 
+SIGNED_INPUTS = LANES != 16
+"""Whether inputs are signed bytes without a zero point (AVX2)."""
+
 _TILE_OUTPUTS = 16
 _QUADS = TILE_K // 4  # number of 32-bit words per step; a word contains four inputs
 _TILE_BYTES = _QUADS * _TILE_OUTPUTS * 4
@@ -79,10 +81,11 @@ def multiply_rows(num_rows: int, ahead: int):
 
     @simd_intrinsic
     def multiply(typing, qvalues, at, width, weights, weights_at, num_steps, starts, column, sums):
-        """Write `(qvalues - 128) weights` to the first `num_rows * 64` elements of `sums`.
+        """Write inputs times weights to the first `num_rows * 64` elements of `sums`.
 
         Args:
-            qvalues: uint8; row r begins at index `at + r * width`.
+            qvalues: uint8 array with the bytes of the inputs, see `SIGNED_INPUTS`. Row r begins at
+                index `at + r * width`.
             weights: uint8; the block begins at index `weights_at`: [num_steps, 4, 16, 16, 4] int8.
             num_steps: number of steps of TILE_K inputs.
             starts: int32; 64 elements from index `column` on are minus the zero point times the sum
@@ -184,8 +187,6 @@ def _add_products_vnni(builder, totals, columns, inputs) -> None:
 
 
 _BYTES, _HALVES = ir.VectorType(BYTE, 4 * LANES), ir.VectorType(HALF_WORD, 2 * LANES)
-_SIGN_BITS = 0x80808080
-"""In each byte, the bit that differs between an input and the input minus its zero point 128."""
 
 
 def _add_products_avx2(builder, totals, columns, inputs) -> None:
@@ -195,9 +196,7 @@ def _add_products_avx2(builder, totals, columns, inputs) -> None:
     add_pairs = _instruction(builder, "pmadd.wd", WORDS, _HALVES)
     magnitude = _magnitude(builder)
     ones = ir.Constant(_HALVES, [1] * (2 * LANES))
-    signed_inputs = [
-        builder.bitcast(builder.xor(words, filled(WORDS, _SIGN_BITS)), _BYTES) for words in inputs
-    ]
+    signed_inputs = [builder.bitcast(words, _BYTES) for words in inputs]
     for c, words in enumerate(columns):
         weights = builder.bitcast(words, _BYTES)
         magnitudes = magnitude(weights)

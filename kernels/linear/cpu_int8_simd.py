@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.kernels.cpu_common.int8_dot import MAX_ROWS as TILE_ROWS
-from penstock.kernels.cpu_common.int8_dot import TILE_K, multiply_rows
+from penstock.kernels.cpu_common.int8_dot import SIGNED_INPUTS, TILE_K, multiply_rows
 from penstock.kernels.cpu_common.late_codegen import inner
 from penstock.kernels.cpu_common.numba_runtime import entry, load_entries, run_serial_or_parallel
 from penstock.kernels.linear.cpu_int8_amx import BLOCK_COLUMNS, dequantize_sums
@@ -61,21 +61,34 @@ def _multiply(
 
 
 @inner()
+def _subtract_zero_point(qvalues: Bytes, begin: int, count: int, signed: Bytes) -> None:
+    """Store inputs [begin, begin + count) as signed bytes, without their zero point 128."""
+    for i in range(count):
+        signed[i] = qvalues[begin + i] ^ np.uint8(128)
+
+
+@inner()
 def compute_columns(
     qvalues: Bytes, num_rows: int, num_inputs: int, weights: Bytes, shifts: Sums, factors: Floats,
     scales: Floats, bias: Floats, y: Floats, width: int, first: int, last: int,
 ) -> None:  # fmt: skip
     """Compute column blocks [first, last) of y [num_rows, width]."""
     sums = np.empty(TILE_ROWS * BLOCK_COLUMNS, np.int32)
+    signed_rows = min(num_rows, _BLOCK_ROWS) if SIGNED_INPUTS else 0
+    signed = np.empty(signed_rows * num_inputs, np.uint8)
+    inputs = signed if SIGNED_INPUTS else qvalues
     for floor in range(0, num_rows, _BLOCK_ROWS):
         top = min(floor + _BLOCK_ROWS, num_rows)
+        first_row = floor if SIGNED_INPUTS else 0  # the row at index 0 of `inputs`
+        if SIGNED_INPUTS:
+            _subtract_zero_point(qvalues, floor * num_inputs, (top - floor) * num_inputs, signed)
         for block in range(first, last):
             column = block * BLOCK_COLUMNS
             for r in range(floor, top, TILE_ROWS):
                 count = min(TILE_ROWS, top - r)
                 _multiply(
-                    qvalues, r * num_inputs, num_inputs, count, weights, block, r == floor, shifts,
-                    sums,
+                    inputs, (r - first_row) * num_inputs, num_inputs, count, weights, block,
+                    r == floor, shifts, sums,
                 )  # fmt: skip
                 dequantize_sums(
                     sums, count, BLOCK_COLUMNS, factors[r:], scales[column:], bias[column:], y,
