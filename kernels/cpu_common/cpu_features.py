@@ -34,6 +34,14 @@ def has_vnni() -> bool:
     return has_avx512() and torch.cpu._is_vnni_supported()
 
 
+def has_byte_products() -> bool:
+    """Return whether the loops that multiply vectors of 8-bit integers support this CPU.
+
+    They need AVX-512 VNNI (which every CPU with AMX has), or AVX2 on a CPU without AVX-512.
+    """
+    return has_vnni() if has_avx512() else has_avx2()
+
+
 @cache
 def has_amx() -> bool:
     """Request permission for AMX from the operating system; return whether AMX can be used."""

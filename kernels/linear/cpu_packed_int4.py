@@ -25,7 +25,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from penstock.kernels.cpu_common.cpu_features import has_avx2, has_avx512, has_vnni
+from penstock.kernels.cpu_common.cpu_features import has_byte_products
 from penstock.kernels.cpu_common.numba_runtime import configure_numba, has_numba
 from penstock.kernels.linear import quantize_blocks
 from penstock.kernels.linear.cpu_packed_f32 import MIN_PARALLEL_MACS
@@ -37,11 +37,8 @@ _ROWS_AT_ONCE = 64  # rows that `_words` converts at a time, so that its copies 
 
 
 def has_int4_loops() -> bool:
-    """Return whether this CPU can run the loops.
-
-    They need numba and AVX2, and, on CPUs with AVX-512, also AVX-512 VNNI.
-    """
-    return (has_vnni() if has_avx512() else has_avx2()) and has_numba()
+    """Return whether this CPU can run the loops, and numba is installed."""
+    return has_byte_products() and has_numba()
 
 
 def supported_group(num_inputs: int, group_inputs: int) -> int | None:

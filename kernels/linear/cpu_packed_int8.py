@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from penstock.kernels.cpu_common.cpu_features import has_avx2, has_avx512, has_vnni
+from penstock.kernels.cpu_common.cpu_features import has_byte_products
 from penstock.kernels.cpu_common.numba_runtime import configure_numba, has_numba
 from penstock.kernels.linear.cpu_packed_f32 import MIN_PARALLEL_MACS, has_amx
 from penstock.kernels.linear.quantize_rows import ZERO_POINT, quantize_per_token
@@ -38,12 +38,8 @@ def supports_int8_tiles(weight: Tensor) -> bool:
 
 
 def has_int8_loops() -> bool:
-    """Return whether this CPU can run the loops.
-
-    They need numba, and AVX-512 VNNI (which every CPU with AMX has), or AVX2 on a CPU without
-    AVX-512.
-    """
-    return (has_vnni() if has_avx512() else has_avx2()) and has_numba()
+    """Return whether this CPU can run the loops, and numba is installed."""
+    return has_byte_products() and has_numba()
 
 
 @dataclass(frozen=True, slots=True)
