@@ -186,7 +186,8 @@ class RaySession:
         """Shut Ray down, kill all local processes of Ray, and delete Ray's files."""
         # Record the processes now, because orphans can be found later only on Linux.
         self._descendants.alive()
-        # `ray.shutdown` may fail if Ray is only partly started; `abandon` kills what is left.
+        # `ray.shutdown` may fail if Ray is only partly started. The remaining processes are killed
+        # by `abandon`.
         with suppress(Exception):
             ray.shutdown()
         if self._folder is not None:

@@ -27,8 +27,6 @@ from penstock.kernels.cpu_common.late_codegen import inner
 from penstock.kernels.cpu_common.numba_runtime import entry, load_entries, run_serial_or_parallel
 from penstock.kernels.cpu_common.simd import (
     VECTOR_WIDTH,
-    load_wide,
-    store,
 )
 from penstock.kernels.linear import code_tables
 from penstock.kernels.linear.code_kinds import E2M1, FP8, INT4, INT8
@@ -41,7 +39,7 @@ from penstock.kernels.linear.cpu_code_tiles import (
     multiply_scattered,
     step_inputs,
 )
-from penstock.kernels.linear.cpu_f32_simd import add_scaled_tile
+from penstock.kernels.linear.cpu_f32_simd import add_scaled_tile, copy_panel
 from penstock.kernels.linear.panels import PANEL
 
 Floats = npt.NDArray[np.float32]
@@ -222,19 +220,6 @@ def _convert_once(
                 factors, max(0, scales_at), y, r * width + column, width,
             )  # fmt: skip
         begin = stop
-
-
-@inner()
-def copy_panel(
-    given: Floats, at: int, step: int, count: int, out: Floats, out_at: int, out_step: int
-) -> None:
-    """Copy `count` rows of PANEL elements from `given` to `out`.
-
-    Rows are `step` elements apart in `given`, and `out_step` elements in `out`.
-    """
-    for r in range(count):
-        for c in range(0, PANEL, VECTOR_WIDTH):
-            store(out, out_at + r * out_step + c, load_wide(given, at + r * step + c))
 
 
 @inner()

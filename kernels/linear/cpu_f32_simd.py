@@ -186,7 +186,7 @@ def _tile_of_4(
     """Do the work of `_tile_of_8` for four rows."""
     x1, x2, x3 = x_at + x_step, x_at + 2 * x_step, x_at + 3 * x_step
     s0 = s1 = s2 = s3 = _zero_sums()
-    every = _PREFETCH_EVERY if 2 * lines < count else _PREFETCH_OFTEN
+    every = min(count, _PREFETCH_EVERY if 2 * lines < count else _PREFETCH_OFTEN)
     at_once = -(-lines * every // count)
     for begin in range(0, count, every):
         for _ in range(at_once):
@@ -244,6 +244,19 @@ def add_scaled_tile(
 
 
 @inner()
+def copy_panel(
+    given: Floats, at: int, step: int, count: int, out: Floats, out_at: int, out_step: int
+) -> None:
+    """Copy `count` rows of PANEL elements from `given` to `out`.
+
+    Rows are `step` elements apart in `given`, and `out_step` elements in `out`.
+    """
+    for r in range(count):
+        for c in range(0, PANEL, VECTOR_WIDTH):
+            store(out, out_at + r * out_step + c, load_wide(given, at + r * step + c))
+
+
+@inner()
 def _whole_panels(
     x: Floats, num_rows: int, num_inputs: int, panels: Floats, bias: Floats, first: int, last: int,
     y: Floats, width: int,
@@ -255,8 +268,8 @@ def _whole_panels(
     if num_rows == 1:
         _one_row(x, num_inputs, panels, bias, first, last, y)
         return
-    # The sums of a panel are contiguous, because a cache holds few rows of y if their distance is a
-    # power of two.
+    # Tiles add to this contiguous array. Rows of y whose distance is a power of two would share a
+    # few sets of the cache.
     sums = np.empty(min(num_rows, _BLOCK_ROWS) * PANEL, np.float32)
     for floor in range(0, num_rows, _BLOCK_ROWS):
         top = min(floor + _BLOCK_ROWS, num_rows)
@@ -264,7 +277,7 @@ def _whole_panels(
         for panel in range(first, last):
             for begin in range(0, num_inputs, BLOCK_K):
                 count = min(BLOCK_K, num_inputs - begin)
-                at, ahead = (panel * num_inputs + begin) * PANEL, 0
+                at = (panel * num_inputs + begin) * PANEL
                 before, step = (bias[panel * PANEL :], 0) if begin == 0 else (sums, PANEL)
                 for r in range(0, top - floor, TILE_ROWS):
                     ahead = at + count * PANEL + r // TILE_ROWS * lines * _LINE
@@ -273,9 +286,7 @@ def _whole_panels(
                         lines, before, r * step, step, sums, r * PANEL, PANEL,
                     )  # fmt: skip
             column = (panel - first) * PANEL
-            for r in range(top - floor):
-                for c in range(0, PANEL, VECTOR_WIDTH):
-                    store(y, (floor + r) * width + column + c, load_wide(sums, r * PANEL + c))
+            copy_panel(sums, 0, PANEL, top - floor, y, floor * width + column, width)
 
 
 @inner()

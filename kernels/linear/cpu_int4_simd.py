@@ -18,7 +18,8 @@ from penstock.kernels.cpu_common.late_codegen import inner
 from penstock.kernels.cpu_common.numba_runtime import entry, load_entries, run_serial_or_parallel
 from penstock.kernels.cpu_common.simd import VECTOR_WIDTH
 from penstock.kernels.linear.cpu_code_tiles import TILE_ROWS
-from penstock.kernels.linear.cpu_dequantizing import copy_last_columns, copy_panel
+from penstock.kernels.linear.cpu_dequantizing import copy_last_columns
+from penstock.kernels.linear.cpu_f32_simd import copy_panel
 from penstock.kernels.linear.cpu_int4_tiles import expand_codes, multiply_block
 from penstock.kernels.linear.int8_blocks import BLOCK_INPUTS, UNIT_INPUTS
 from penstock.kernels.linear.panels import PANEL
@@ -53,8 +54,8 @@ def _whole_panels(
     panel_codes, panel_scales = len(codes) // num_panels, len(scales) // num_panels
     group_step = PANEL if group_inputs == run else 0
     expanded = np.empty(BLOCK_INPUTS * PANEL if _EXPANDS_ONCE else 0, np.uint8)
-    # The sums of a panel are contiguous, because a cache holds few rows of y if their distance is a
-    # power of two.
+    # Tiles add to this contiguous array. Rows of y whose distance is a power of two would share a
+    # few sets of the cache.
     sums = np.empty(min(num_rows, _BLOCK_ROWS) * PANEL, np.float32)
     for floor in range(0, num_rows, _BLOCK_ROWS):
         top = min(floor + _BLOCK_ROWS, num_rows)

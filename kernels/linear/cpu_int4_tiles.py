@@ -79,8 +79,8 @@ def multiply_block(is_expanded: bool):
     """Return an intrinsic that multiplies a tile of rows by one block of inputs of a panel.
 
     Args:
-        is_expanded: whether the codes are bytes that `expand_codes` has made. Such codes are for
-            tiles with the largest number of rows.
+        is_expanded: whether the codes are bytes that `expand_codes` has made. For such codes, only
+            one loop is compiled, for the largest number of rows; tiles with fewer rows use it too.
     """
     sizes = ROW_COUNTS[-1:] if is_expanded else ROW_COUNTS
 

@@ -62,7 +62,7 @@ def _multiply(
 
 @inner()
 def _subtract_zero_point(qvalues: Bytes, begin: int, count: int, signed: Bytes) -> None:
-    """Store inputs [begin, begin + count) as signed bytes, without their zero point 128."""
+    """Store the inputs [begin, begin + count) minus their zero point 128, as signed bytes."""
     for i in range(count):
         signed[i] = qvalues[begin + i] ^ np.uint8(128)
 
@@ -79,7 +79,7 @@ def compute_columns(
     inputs = signed if SIGNED_INPUTS else qvalues
     for floor in range(0, num_rows, _BLOCK_ROWS):
         top = min(floor + _BLOCK_ROWS, num_rows)
-        first_row = floor if SIGNED_INPUTS else 0  # the row at index 0 of `inputs`
+        first_row = floor if SIGNED_INPUTS else 0  # index of the first row in `inputs`
         if SIGNED_INPUTS:
             _subtract_zero_point(qvalues, floor * num_inputs, (top - floor) * num_inputs, signed)
         for block in range(first, last):

@@ -37,7 +37,7 @@ _ROWS_AT_ONCE = 64  # rows that `_words` converts at a time, so that its copies 
 
 
 def has_int4_loops() -> bool:
-    """Return whether this CPU can run the loops, and numba is installed."""
+    """Return whether numba is installed and this CPU supports the loops."""
     return has_byte_products() and has_numba()
 
 

@@ -38,7 +38,7 @@ def supports_int8_tiles(weight: Tensor) -> bool:
 
 
 def has_int8_loops() -> bool:
-    """Return whether this CPU can run the loops, and numba is installed."""
+    """Return whether numba is installed and this CPU supports the loops."""
     return has_byte_products() and has_numba()
 
 
