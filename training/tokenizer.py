@@ -43,8 +43,8 @@ def train(seed: int, num_examples: int = 40_000) -> Tokenizer:
 
 
 def _text(rng: Random, num_examples: int) -> Iterator[str]:
-    # Leave out families with tools. Their stage continues the training of a model that already has
-    # a tokenizer.
+    # Leave out families with tools. They are trained in later stages, which continue the training
+    # of a model that already has a tokenizer.
     families = [family for family in FAMILIES.values() if not family.tools]
     for _ in range(num_examples):
         example = rng.choice(families).training_example(rng)

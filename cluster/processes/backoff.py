@@ -54,12 +54,13 @@ class GiveUpBackoff:
     given_up: int = 0
 
     def after_giving_up(self, served: bool) -> float:
-        """Return the seconds until a process that was given up is started again.
+        """Return the delay in seconds before the next start of a process that was given up.
 
-        The delay doubles with each call, up to `LONGEST_PAUSE`.
+        If the process has not served since the previous call, the delay doubles, up to
+        `LONGEST_PAUSE`. Otherwise, it is `FIRST_PAUSE`.
 
         Args:
-            served: whether the process has ever served. If it has, the delay is `FIRST_PAUSE`.
+            served: whether the process has served since the previous call.
         """
         self.given_up = 1 if served else self.given_up + 1
         return min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(self.given_up - 1, 16))

@@ -125,8 +125,8 @@ def attend_few_rows(
 ) -> None:  # fmt: skip
     """Compute attention for a tile with few query rows and one KV head, one query row at a time.
 
-    The loops also prefetch pages that will be read next, first of this work item, and at its end
-    of the next work item.
+    The loops also prefetch the pages that are read next. Near the end of this work item, these are
+    the first pages of the next one.
 
     Args:
         start: index in `query` of the tile's first token.

@@ -269,8 +269,8 @@ def attend_kernel(
     tables,  # [B, M] int32 block tables; consecutive rows are `table_stride` elements apart
     query_starts,  # [B + 1] int32 index of each sequence's first token; the last entry is T
     context_lens,  # [B] int32 context length of each sequence
-    # [I, 5] int32: sequence, row tile, first position, end of positions, first partial row.
-    # A first partial row of -1 means that the item computes final results.
+    # [I, 5] int32: sequence, row tile, first position, end of positions, first row of the partial
+    # results. If this row is -1, the item computes final results.
     items,
     worker_starts,  # [workers + 1] int32 index of each worker's first item; used if PERSISTENT
     out,  # [T, H G, D]
@@ -330,7 +330,8 @@ def attend_kernel(
 @jit(unspecialized=("num_shared", "first_shared", "num_sequences"))
 def merge_kernel(
     # [P, HEADS, D] float32 unnormalized sums of values. First the rows of each sequence's own
-    # partitions, then those of the shared prefix: first_shared + partition * B + sequence.
+    # partitions, then those of the shared prefix. Row first_shared + partition * B + sequence
+    # belongs to one partition of the prefix and one sequence.
     partial_sums,
     weights,  # [P, HEADS, 2] float32 maximum score and sum of exponentials
     # [B, 2] int32 first row and number of a sequence's own partitions.

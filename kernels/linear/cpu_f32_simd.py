@@ -334,9 +334,10 @@ def _parallel(
     x: Floats, num_rows: int, num_inputs: int, panels: Floats, bias: Floats, y: Floats,
     num_outputs: int, num_threads: int,
 ) -> None:  # fmt: skip
-    """Compute y with several threads, each for a range of panels or (for many rows) of rows.
+    """Compute y with several threads.
 
-    With many rows, dividing the rows balances the threads better than dividing the panels.
+    Each thread computes a range of panels or, if there are many rows, a range of rows. With many
+    rows, dividing the rows balances the threads better than dividing the panels.
     """
     num_panels, floors = -(-num_outputs // PANEL), num_rows // _BLOCK_ROWS
     for thread in numba.prange(num_threads):
@@ -356,7 +357,7 @@ def _parallel(
 
 
 def padded_sizes(num_rows: int, num_outputs: int) -> tuple[int, int, int]:
-    """Return the number of rows of x that are read, and the rows and columns of y."""
+    """Return the number of rows of x that are read, and the padded rows and columns of y."""
     rows = num_rows if num_rows == 1 else -(-num_rows // TILE_ROWS) * TILE_ROWS
     return rows, rows, num_outputs
 

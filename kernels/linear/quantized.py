@@ -80,8 +80,8 @@ def has_zeros(kind: Kind) -> bool:
 class QuantizedMatrix:
     """A matrix [N, K] as codes, scales and zero points; `kind` gives the meaning of a code.
 
-    Codes of "int4" and "int8" are unsigned. Signed codes are stored with 8 or 128 added, and this
-    number is their zero point. The other kinds have no zero points.
+    Codes of "int4" and "int8" are unsigned. If a checkpoint has signed codes, 8 (int4) or 128
+    (int8) is added to them, and is also their zero point. The other kinds have no zero points.
     """
 
     kind: Kind

@@ -161,8 +161,8 @@ def _check_fit(plan: Sequence[workload.Planned], served: Served) -> None:
     if length > served.max_model_len:
         raise WrongOptions(
             f"request {longest.number} and its answer have {length} tokens, but {served.model} "
-            f"accepts at most {served.max_model_len}: lower --input-len or --output-len, or for a "
-            "trace or a dataset --max-input-len or --max-output-len"
+            f"accepts at most {served.max_model_len}: lower --input-len or --output-len "
+            "(for a trace or a dataset: --max-input-len or --max-output-len)"
         )
 
 

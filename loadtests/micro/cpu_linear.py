@@ -119,7 +119,7 @@ def _pack_q8_0(weight: Tensor) -> Callable[[Tensor], Tensor]:
 def seconds(
     products: Sequence[Callable[[Tensor], Tensor]], inputs: Sequence[Tensor], threads: int
 ) -> float:
-    """Run all linear layers once and return the seconds (CPU time with one thread)."""
+    """Run all linear layers once; return the seconds: CPU time for one thread, else wall time."""
     clock = time.thread_time if threads == 1 else time.perf_counter
     begin = clock()
     for product, x in zip(products, inputs, strict=True):

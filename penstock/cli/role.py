@@ -17,7 +17,7 @@ SECONDS_TO_ANSWER = 30.0
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command. Return 1 if the role was not changed, and 2 if the URL is invalid."""
+    """Run the command. Return 1 if no router confirmed the change, and 2 if the URL is invalid."""
     given = _parser().parse_args(arguments)
     try:
         change(given.url, client_key(given.api_key_file), given.worker, given.role)
@@ -35,7 +35,7 @@ def change(url: str, key: str, worker: str, role: str) -> None:
     """Change the role of a worker through a router.
 
     Raises:
-        NoStatus: the role was not changed. The message gives the reason.
+        NoStatus: no router confirmed the change. The message gives the reason.
         ValueError: the URL is invalid.
     """
     connection, path = connect(url, SECONDS_TO_ANSWER)
@@ -50,7 +50,8 @@ def change(url: str, key: str, worker: str, role: str) -> None:
     except TimeoutError:
         raise NoStatus(
             f"the router at {connection.host} port {connection.port} gave no answer within "
-            f"{SECONDS_TO_ANSWER:g} s: see the role of the worker with `penstock status`"
+            f"{SECONDS_TO_ANSWER:g} s, so the role may or may not have changed: check it with "
+            "`penstock status`"
         ) from None
     except OSError as error:
         raise NoStatus(

@@ -19,7 +19,9 @@ CODES: Mapping[ev.Status, Code] = {
 
 
 class OpenRequests:
-    """Delivers tokens and ends to the outputs of open requests, and records their events.
+    """Delivers tokens, and the end of each choice, to the outputs of open requests.
+
+    It also records the events of the requests.
 
     Args:
         metrics: totals of the router.

@@ -143,7 +143,8 @@ class ResponseStream:
     def __init__(self, max_unread: int, on_cancel: Callable[[Sequence[int]], None]) -> None:
         self.numbers: list[int] = []  # ids of the call's requests, by request index
         self.seeds: list[int] = []  # seeds of the requests, by request index
-        # By request index: the logprobs of prompt tokens 1, 2, ..., complete before any delta.
+        # For each request index, the logprobs of all prompt tokens except the first one. The list
+        # is complete before the first delta.
         self.prompt_logprobs: dict[int, list[worker_pb2.TokenLogprobs]] = {}
         # For each request index, the number of cached prompt tokens, known before the first delta.
         self.num_cached: dict[int, int] = {}

@@ -141,11 +141,13 @@ class WorkerLinks:
         """Log a warning if a new worker cannot exchange KV blocks with a connected worker."""
         other = next((w for w in self._welcomes.values() if w.layout != welcome.layout), None)
         if other is not None:
+            formats = [each.layout.rpartition(" ")[2] for each in (welcome, other)]
+            same = "dtype, quantization and deterministic setting"
+            if formats[0] != formats[1]:
+                same = f"kv_cache_dtype (not {formats[0]} and {formats[1]}), {same}"
             log.warning(
-                "worker %s and worker %s cannot exchange KV blocks and recompute prompts "
-                "instead: their cache layouts differ (%s, %s); give both the same dtype, "
-                "kv_cache_dtype, quantization and deterministic setting (in deterministic mode "
-                "also the same tp, pp, ep, block_size and kind of device)",
-                *(welcome.worker, other.worker),
-                *(each.layout.rpartition(" ")[2] for each in (welcome, other)),
+                "worker %s and worker %s cannot exchange KV blocks, so prompts are recomputed "
+                "instead: give both the same %s, and in deterministic mode also the same tp, pp, "
+                "ep, block_size and kind of device",
+                *(welcome.worker, other.worker, same),
             )

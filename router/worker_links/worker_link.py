@@ -245,7 +245,8 @@ class WorkerLink:
                 )
             if message.number != expected:
                 raise LinkBroken(
-                    f"expected message {expected} from the worker, received {message.number}"
+                    f"a message of the worker is missing: expected number {expected}, received "
+                    f"{message.number}"
                 )
             expected += 1
             # The cache events are posted before the Step event. The load in the Step event may

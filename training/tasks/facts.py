@@ -20,8 +20,8 @@ _STEPS = (
     "Name the {unit} that is {steps} {side} {start}.",
     "{steps} {side} {start}: which {unit} is that?",
 )
-# Each entry has a larger unit, a smaller unit, the number of smaller units in one larger unit, and
-# the largest number of larger units in a question.
+# Each entry has a larger unit, a smaller unit, how many smaller units make one larger unit, and the
+# maximum count of larger units in a question.
 _DECIMAL = (
     ("metre", "centimetre", 100, 999),
     ("metre", "millimetre", 1000, 999),

@@ -123,8 +123,8 @@ class ShmRingWriter:
         ring = self._ring
         if len(message) > ring.slot_bytes:
             raise ValueError(
-                f"a message to the other ranks has {len(message)} bytes; at most {ring.slot_bytes} "
-                "fit in a slot of the ring"
+                f"internal error: a message to the other ranks has {len(message)} bytes, but the "
+                f"shared-memory ring accepts at most {ring.slot_bytes}"
             )
         deadline = time.monotonic() + self._seconds
         while (self._number - self._slowest()) >= ring.num_slots:

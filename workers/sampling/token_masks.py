@@ -165,7 +165,7 @@ class TokenMasks:
         self._rows[row] = processors
 
     def _remove_done(self, masks: StepMasks | None) -> StepMasks | None:
-        """Remove the processors that are done from their rows; return `masks`.
+        """Remove finished processors from their rows; return `masks`.
 
         A row that has no processors left is unconstrained.
         """

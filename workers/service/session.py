@@ -33,6 +33,9 @@ class StreamEnd:
     code: grpc.StatusCode
     reason: str
 
+    def __str__(self) -> str:
+        return f"{self.reason} ({self.code.name})"
+
 
 class Session:
     """State of one router's stream. Only the event loop may use it."""

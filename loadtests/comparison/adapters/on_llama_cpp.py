@@ -27,7 +27,9 @@ def engine(options: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
     parameters.use_mmap = False
     model = llama_cpp.llama_model_load_from_file(str(file).encode(), parameters)
     if not model:
-        raise RuntimeError(f"llama.cpp could not load {file}")
+        raise RuntimeError(
+            f"llama.cpp could not load {file}: if the file is incomplete, delete it and run again"
+        )
     contexts: dict[tuple[int, int], Any] = {}
 
     def generate(prompts: list[list[int]], output_len: int) -> list[list[int]]:

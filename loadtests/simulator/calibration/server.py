@@ -125,7 +125,9 @@ class MeasuredServer:
             ):
                 if response.status != 200:
                     raise ServerUnusable(
-                        f"{self._admin}{path}: HTTP status {response.status}, expected 200"
+                        f"{self._admin}{path}: HTTP status {response.status}; give the operators' "
+                        "address with --admin, and a key with --api-key-file if the server "
+                        "requires one"
                     )
                 return dict(await response.json())
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:

@@ -19,7 +19,8 @@ class ChatSource:
         template: the Jinja source.
         special_tokens: values of the template's variables bos_token, eos_token and so on. The names
             are those of tokenizer_config.json.
-        control_tokens: texts that only the template may write as control tokens.
+        control_tokens: texts that become control tokens if the template writes them, but stay plain
+            text if a message contains them.
     """
 
     template: str

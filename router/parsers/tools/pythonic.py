@@ -24,8 +24,8 @@ class PythonicParser(Reader):
     """Parses one answer; an answer that does not begin with a call is content.
 
     Args:
-        strict_tools: the tools whose calls are read without a marker, because the grammar of
-            `call_forms` constrains them; None means all tools.
+        strict_tools: tools whose calls are constrained by the grammar of `call_forms`. A call
+            without a marker is read as a call only if it calls one of these tools. None: any tool.
     """
 
     markers = (BEGIN, END)

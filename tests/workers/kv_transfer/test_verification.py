@@ -1,4 +1,4 @@
-"""A message is accepted only if its trailer has its transfer, its number and its checksum."""
+"""A message is accepted only if its trailer has the right epoch, index and checksum."""
 
 import pytest
 import torch

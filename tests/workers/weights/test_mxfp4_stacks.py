@@ -1,4 +1,4 @@
-"""The MXFP4 stacks of gpt-oss: layout, logits of the dequantized weights, ranks, refusals."""
+"""Stacks of experts in MXFP4 (gpt-oss): layout, logits, ranks, refusal of bad checkpoints."""
 
 import json
 from pathlib import Path

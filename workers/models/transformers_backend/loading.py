@@ -146,12 +146,13 @@ def _load(folder: Path, dtype: torch.dtype) -> Any:
     except Exception as error:  # invalid files can raise any exception in `transformers`
         raise Unsupported(f"transformers cannot load the model: {_first_line(error)}") from None
     # `transformers` fills missing and mismatched weights with random values
-    for kind in ("missing_keys", "mismatched_keys"):
+    kinds = {"missing_keys": "are missing", "mismatched_keys": "have another shape than expected"}
+    for kind, fault in kinds.items():
         if report[kind]:
             name = sorted(map(str, report[kind]))[0]
             raise BadCheckpoint(
-                f"{folder}: {kind.replace('_', ' ')} in the weights, such as {name}: the files do "
-                "not belong together or are incomplete"
+                f"{folder}: tensors of the weights {fault}, such as {name}: the files are "
+                "incomplete or do not belong together; download the checkpoint again"
             )
     return model
 

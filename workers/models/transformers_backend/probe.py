@@ -131,7 +131,9 @@ def check_options(module: Any, options: dict[str, Any]) -> None:
     if options.get("dropout"):
         raise Unsupported(f"a layer's attention has a dropout of {options['dropout']}: expected 0")
     if getattr(module, "sinks", None) is not None and options.get("s_aux") is None:
-        raise Unsupported("a layer has attention sinks that it does not pass to its attention")
+        raise Unsupported(
+            "a layer has attention sinks, but does not pass them to the attention function"
+        )
 
 
 def read_window(options: dict[str, Any], max_model_len: int) -> int:
