@@ -112,6 +112,7 @@ def worker_config(
             None if spec.engine.crash_dump_dir is None else Path(spec.engine.crash_dump_dir)
         ),
         device="cuda" if placement.gpus else "cpu",
+        compile_in_background=True,
         tp=placement.tp,
         pp=placement.pp,
         ep=placement.ep,

@@ -4,13 +4,18 @@ Compiled loops are cached on disk (`numba_runtime`), so a machine compiles them 
 several workers start at the same time, each worker compiles the groups of loops that no other
 process has claimed. It loads the other groups from disk when they are ready. A process claims a
 group with a file lock (flock). The operating system releases the lock when the process ends.
+
+A worker can do without some groups at first (`deferrable_groups`). `background_compilation`
+compiles them while the worker already serves.
 """
 
+import functools
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,10 +24,16 @@ import torch
 from penstock.kernels.activation import op as activation
 from penstock.kernels.attention import cpu_plan
 from penstock.kernels.cpu_common.compile_lock import MAX_LOCK_SECONDS, compile_lock
-from penstock.kernels.cpu_common.numba_runtime import configure_numba, has_numba, lock_folder
+from penstock.kernels.cpu_common.numba_runtime import (
+    KERNELS,
+    configure_numba,
+    has_numba,
+    has_persistent_cache,
+    lock_folder,
+)
 from penstock.kernels.kv_cache import checksum
 from penstock.kernels.kv_cache import op as cache
-from penstock.kernels.kv_cache.format import format_of
+from penstock.kernels.kv_cache.format import FORMATS
 from penstock.kernels.linear import cpu_packed_f32, cpu_packed_int4, quantize_rows
 from penstock.kernels.linear import cpu_packed_int8 as cpu_packed_int8
 from penstock.kernels.linear import quantized as quantized_linear
@@ -30,6 +41,10 @@ from penstock.kernels.norm import op as norm
 from penstock.kernels.sampling import philox, token_mask
 from penstock.kernels.step_graph import graph
 from penstock.kernels.step_graph.opcodes import Extensions
+
+Fallback = Literal["", "close", "exact"]
+"""Form that operations can use without the loops of a group: none, torch with other rounding, or
+other loops with the same bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +54,12 @@ class KernelGroup:
     Attributes:
         name: name of the group, the same in all processes.
         load: function that loads the loops from disk into this process, or compiles them.
+        fallback: form that the operations use while the group is deferred (`deferred_loops`).
     """
 
     name: str
     load: Callable[[], object]
+    fallback: Fallback = ""
 
 
 Products = Literal["int8", "int4", "weight-only"]
@@ -50,58 +67,98 @@ Products = Literal["int8", "int4", "weight-only"]
 weights with float activations (`kernels/linear/quantized.py`)."""
 
 
-def required_groups(
-    device: torch.device,
-    weights: torch.dtype,
-    kv_cache: torch.dtype,
-    products: Collection[Products],
-    single_rank: bool,
-    experts: bool = False,
-) -> list[KernelGroup]:
-    """Return the groups of loops that a worker needs, the slowest ones to compile first.
+@dataclass(frozen=True, slots=True)
+class CpuKernelNeeds:
+    """Properties of a worker on a CPU that determine which loops it needs.
 
-    Args:
-        device: the worker's device; for a GPU, the list is empty.
-        weights: dtype of the weights.
-        kv_cache: dtype of the KV cache.
+    Attributes:
+        weights: dtype of the weights, such as "float32".
+        kv_cache: name of the format of the KV cache (`kv_cache/format`).
         products: the kinds of products with quantized weights.
+        deterministic: whether results must be batch-invariant.
         single_rank: whether the worker has only one rank.
         experts: whether the model is a mixture of experts.
     """
-    if device.type != "cpu" or not has_numba():
+
+    weights: str
+    kv_cache: str
+    products: tuple[Products, ...] = ()
+    deterministic: bool = False
+    single_rank: bool = True
+    experts: bool = False
+
+
+def required_groups(needs: CpuKernelNeeds) -> list[KernelGroup]:
+    """Return the groups of loops that a worker needs, the slowest ones to compile first.
+
+    The list is empty if numba is not installed.
+    """
+    if not has_numba():
         return []
-    kept = format_of(kv_cache).name
+    kept, is_float32 = FORMATS[needs.kv_cache].dtype, needs.weights == "float32"
     groups = []
-    if weights == torch.float32:
-        if single_rank and cpu_packed_f32.has_avx2():
+    if is_float32 and cpu_packed_f32.has_avx2():
+        if needs.single_rank:
+            products = needs.products
             extensions = Extensions(
-                "int8" in products, experts, "weight-only" in products, "int4" in products
+                "int8" in products, needs.experts, "weight-only" in products, "int4" in products
             )
-            load = partial(graph.load_cpu_kernels, kv_cache, extensions)
-            groups.append(KernelGroup(f"program-{kept}{extensions}", load))
-        if cpu_packed_f32.has_avx2():
-            groups.append(KernelGroup("panels", cpu_packed_f32.load_cpu_kernels))
-        groups += _quantized_groups(device, weights, products)
-    if cpu_plan.supports_cpu_paged(device, kv_cache):
-        groups.append(KernelGroup(f"attention-{kept}", lambda: cpu_plan.load_cpu_kernels(kv_cache)))
+            load = partial(graph.load_cpu_kernels, kept, extensions)
+            groups.append(KernelGroup(graph.loops_name(kept, extensions), load, "exact"))
+        groups.append(KernelGroup("panels", cpu_packed_f32.load_cpu_kernels))
+    if is_float32:
+        groups += _quantized_groups(needs.products)
+    if FORMATS[needs.kv_cache].array_dtype:
+        load = partial(cpu_plan.load_cpu_kernels, kept)
+        groups.append(KernelGroup(cpu_plan.loops_name(kept), load, "close"))
     groups.append(KernelGroup("noise", philox.load_cpu_kernels))
     groups.append(KernelGroup("checksum", checksum.load_cpu_kernels))
     groups.append(KernelGroup("token-masks", token_mask.load_cpu_kernels))
-    if weights == torch.float32:
-        groups += [
-            KernelGroup(f"rotary-{kept}", lambda: cache.load_cpu_kernels(kv_cache)),
-            KernelGroup("gates", activation.load_cpu_kernels),
-            KernelGroup("norms", norm.load_cpu_kernels),
-        ]
+    if is_float32:
+        load = partial(cache.load_cpu_kernels, kept)
+        groups.append(KernelGroup(cache.loops_name(kept), load, "close"))
+        groups.append(KernelGroup(norm.LOOPS, norm.load_cpu_kernels, "close"))
+        if needs.deterministic:
+            groups.append(KernelGroup("gates", activation.load_cpu_kernels))
     return groups
 
 
-def _quantized_groups(
-    device: torch.device, weights: torch.dtype, products: Collection[Products]
-) -> list[KernelGroup]:
-    """Return the groups of products with quantized weights."""
-    groups = []
-    if "weight-only" in products and quantized_linear.supports_dequantizing(device, weights):
+def deferrable_groups(
+    groups: Sequence[KernelGroup], needs: CpuKernelNeeds
+) -> tuple[KernelGroup, ...]:
+    """Return the groups that a worker can do without at first, and that are not compiled yet.
+
+    All ranks of a worker must round in the same way, so they defer nothing. Without a disk cache
+    that other processes share, nothing is deferred either.
+    """
+    if not (needs.single_rank and has_persistent_cache()):
+        return ()
+    allowed, folder = ("exact",) if needs.deterministic else ("exact", "close"), lock_folder()
+    deferrable = [each for each in groups if each.fallback in allowed]
+    return tuple(each for each in deferrable if not _compiled_mark(folder, each).exists())
+
+
+@functools.cache
+def _installation() -> str:
+    """Return a hash of everything by which numba finds compiled code in its cache."""
+    import llvmlite.binding
+
+    found = [llvmlite.binding.get_host_cpu_name(), str(KERNELS)]
+    for path in sorted(KERNELS.rglob("*.py")):
+        status = path.stat()
+        found.append(f"{path} {status.st_mtime_ns} {status.st_size}")
+    return sha256("\n".join(found).encode()).hexdigest()[:16]
+
+
+def _compiled_mark(folder: Path, group: KernelGroup) -> Path:
+    """Return the path of a file that exists if the loops of the group are in the disk cache."""
+    return folder / f"{group.name}-{_installation()}.compiled"
+
+
+def _quantized_groups(products: Collection[Products]) -> list[KernelGroup]:
+    """Return the groups of products of float32 activations with quantized weights."""
+    groups, cpu = [], torch.device("cpu")
+    if "weight-only" in products and quantized_linear.supports_dequantizing(cpu, torch.float32):
         groups.append(KernelGroup("dequantizing", quantized_linear.load_cpu_kernels))
     if "int4" in products:
         groups.append(KernelGroup("int4-products", cpu_packed_int4.load_cpu_kernels))
@@ -176,16 +233,18 @@ class CpuKernelLoader:
         for group in self._groups.values():
             with compile_lock(folder, group.name, 0.0) as is_held:
                 if is_held:
-                    self._load(group)
+                    self._load(folder, group)
         # Then wait for the groups that other processes had locked, and load them.
         for group in self._groups.values():
             if group.name not in self._loaded:
                 with compile_lock(folder, group.name, MAX_LOCK_SECONDS, self._record_compile):
-                    self._load(group)
+                    self._load(folder, group)
 
-    def _load(self, group: KernelGroup) -> None:
+    def _load(self, folder: Path, group: KernelGroup) -> None:
         group.load()
         self._loaded.add(group.name)
+        with suppress(OSError):
+            _compiled_mark(folder, group).touch()
 
 
 @contextmanager

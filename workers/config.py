@@ -77,6 +77,8 @@ class WorkerConfig:
     # Admit sequences only when the batch is empty. This setting is a baseline for benchmarks.
     static_batching: bool = False
     device: str = "auto"
+    # On a CPU, serve before all kernels are compiled (`kernels/background_compilation.py`).
+    compile_in_background: bool = False
     plan_ahead: bool | None = None  # plan a step while another is in flight; None: only on a GPU
     # The worker sends a heartbeat to a router to which it has sent no message for this time. If a
     # router sends nothing for ten times as long, the worker ends the router's stream.

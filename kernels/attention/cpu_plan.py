@@ -30,6 +30,11 @@ def supports_cpu_paged(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cpu" and bool(format_of(dtype).array_dtype)
 
 
+def loops_name(dtype: torch.dtype) -> str:
+    """Return the name of the group of compiled loops for a KV cache of this dtype."""
+    return f"attention-{format_of(dtype).name}"
+
+
 def load_cpu_kernels(dtype: torch.dtype) -> None:
     """Load the kernel for a KV cache of this dtype from disk; compile it if it is not there."""
     _kernel(dtype)

@@ -28,12 +28,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from penstock.kernels.attention.cpu_plan import supports_cpu_paged
+from penstock.kernels.attention.cpu_plan import loops_name, supports_cpu_paged
 from penstock.kernels.attention.score_mod import PLAIN, ScoreMod
 from penstock.kernels.attention.torch_gather import GatheredPlan
 from penstock.kernels.attention.triton_launch import Batch
 from penstock.kernels.attention.triton_plan import TiledPlan, TiledPlanner
 from penstock.kernels.checks import FLOATS, check, check_contiguous
+from penstock.kernels.cpu_common.deferred_loops import is_deferred
 from penstock.kernels.fallback import record_fallback
 from penstock.kernels.kv_cache.format import dequantize, format_of, num_features
 from penstock.kernels.triton_common.launch import use_triton
@@ -106,7 +107,8 @@ def plan_attention(
         )  # fmt: skip
         return AttentionPlan(backend, layer, num_tokens)
     record_fallback("attention", layer.device, f"{layer.dtype}, {num_features(layer)} features")
-    reads_paged = supports_cpu_paged(layer.device, layer.dtype)
+    supported = supports_cpu_paged(layer.device, layer.dtype)
+    reads_paged = supported and not is_deferred(loops_name(layer.dtype))
     gathered = GatheredPlan.of(
         query_starts, context_lens, block_tables, layer, window, reads_paged, one_path
     )  # fmt: skip

@@ -168,7 +168,6 @@ def disable_nested_openmp() -> None:
         ctypes.CDLL(OPENMP).omp_set_max_active_levels(1)
 
 
-@cache
 def cache_folder() -> Path:
     """Return the folder in which numba caches the compiled loops of these sources.
 
@@ -176,8 +175,19 @@ def cache_folder() -> Path:
     below `$XDG_CACHE_HOME` or `~/.cache`. Code in the folder is executed. If another user owns the
     folder or can write to it, a temporary folder of this process is used instead.
     """
+    return _choose_cache_folder()[0]
+
+
+def has_persistent_cache() -> bool:
+    """Return whether other processes of this user find the compiled loops of this process."""
+    return _choose_cache_folder()[1]
+
+
+@cache
+def _choose_cache_folder() -> tuple[Path, bool]:
+    """Return the folder of the cache, and whether other processes use the same folder."""
     try:
-        folder = _make_private(_cache_root(), source_digest(KERNELS))
+        return _make_private(_cache_root(), source_digest(KERNELS)), True
     except (OSError, RuntimeError) as error:
         folder = Path(tempfile.mkdtemp(prefix="penstock-kernels-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -186,12 +196,15 @@ def cache_folder() -> Path:
             "or set NUMBA_CACHE_DIR to a folder of your own",
             error,
         )
-    return folder
+        return folder, False
 
 
 @cache
 def lock_folder() -> Path:
-    """Return the folder of the lock files; without it, processes compile without locks."""
+    """Return the folder of the lock files, and create it if possible.
+
+    If the folder does not exist, processes compile without locks.
+    """
     folder = cache_folder() / "locks"
     with suppress(OSError):
         folder.mkdir(mode=0o700, exist_ok=True)

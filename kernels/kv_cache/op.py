@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.checks import FLOATS, check, check_contiguous
+from penstock.kernels.cpu_common.deferred_loops import is_deferred
 from penstock.kernels.cpu_common.numba_runtime import (
     MIN_PARALLEL_ELEMENTS,
     configure_numba,
@@ -125,7 +126,7 @@ def _runs_on_cpu_kernel(heads: Tensor, cos_sin: Tensor, rows: Tensor, layer: Ten
         return False
     fits = heads.dtype == cos_sin.dtype == torch.float32 and rows.dtype == torch.int64
     kept = bool(format_of(layer.dtype).array_dtype) and layer.is_contiguous()
-    return fits and kept and len(heads) > 0
+    return fits and kept and len(heads) > 0 and not is_deferred(loops_name(layer.dtype))
 
 
 def _rope_and_cache_cpu(
@@ -147,6 +148,11 @@ def _rope_and_cache_cpu(
         heads[:, :num_heads] = whole[:, :num_heads]
     if lost:
         raise IndexError(f"{lost} of the {rows.numel()} entries of rows are outside the cache")
+
+
+def loops_name(dtype: torch.dtype) -> str:
+    """Return the name of the group of compiled loops for a KV cache of this dtype."""
+    return f"rotary-{format_of(dtype).name}"
 
 
 def load_cpu_kernels(dtype: torch.dtype) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.kernels.checks import FLOATS, check
+from penstock.kernels.cpu_common.deferred_loops import is_deferred
 from penstock.kernels.cpu_common.numba_runtime import (
     MIN_PARALLEL_ELEMENTS,
     configure_numba,
@@ -58,6 +59,9 @@ def fused_add_rms_norm(hidden: Tensor, x: Tensor, weight: Tensor, eps: float) ->
 
 _NOTHING = torch.empty(0)
 
+LOOPS = "norms"
+"""Name of the group of compiled loops, see `kernels/cpu_compilation.py`."""
+
 
 def _runs_on_cpu_kernel(x: Tensor, weight: Tensor) -> bool:
     """Return whether the numba loops support these tensors: float32 on a CPU.
@@ -67,7 +71,8 @@ def _runs_on_cpu_kernel(x: Tensor, weight: Tensor) -> bool:
     depend on strides, because strides may change with the number of rows.
     """
     plain = x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32
-    return plain and x.shape[-1:] == weight.shape and x.numel() > 0 and has_numba()
+    fits = plain and x.shape[-1:] == weight.shape and x.numel() > 0
+    return fits and has_numba() and not is_deferred(LOOPS)
 
 
 def _norm_cpu(hidden: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -89,6 +89,11 @@ class CpuStepGraph:
         )  # fmt: skip
 
 
+def loops_name(cache: torch.dtype, extensions: Extensions) -> str:
+    """Return the name of the group of compiled loops that `load_cpu_kernels` loads."""
+    return f"program-{format_of(cache).name}{extensions}"
+
+
 def load_cpu_kernels(cache: torch.dtype, extensions: Extensions) -> None:
     """Load an interpreter; compile it if it is not in the cache on disk.
 

@@ -5,12 +5,12 @@ import signal
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-import torch
 
 from penstock.kernels import cpu_compilation
 from penstock.kernels.cpu_common.compile_lock import compile_lock
@@ -18,14 +18,14 @@ from penstock.kernels.cpu_common.cpu_features import has_avx2
 from penstock.kernels.cpu_common.numba_runtime import Entry, entry, has_numba, load_entries
 from penstock.kernels.cpu_compilation import (
     CpuKernelLoader,
+    CpuKernelNeeds,
     KernelGroup,
-    Products,
+    deferrable_groups,
     required_groups,
 )
+from penstock.kernels.linear import cpu_packed_f32
 
 pytestmark = pytest.mark.skipif(not has_numba(), reason="numba is not installed")
-
-INT8: tuple[Products, ...] = ("int8",)
 
 
 class SharedCache:
@@ -170,12 +170,46 @@ def test_join_raises_the_error_of_the_loader_thread(tmp_path: Path) -> None:
         loader.join()
 
 
-def test_required_groups_depend_on_device_and_dtypes() -> None:
-    cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    assert required_groups(gpu, torch.bfloat16, torch.bfloat16, (), True) == []
-    wide = required_groups(cpu, torch.float32, torch.float32, (), True)
+def test_required_groups_depend_on_the_needs() -> None:
+    wide = required_groups(CpuKernelNeeds("float32", "float32"))
     names = [each.name for each in wide]
     assert {"attention-float32", "rotary-float32", "noise", "norms"} < set(names)
-    narrow = required_groups(cpu, torch.float32, torch.bfloat16, INT8, False)
+    assert "gates" not in names
+    exact = required_groups(CpuKernelNeeds("float32", "float32", deterministic=True))
+    assert {each.name for each in exact} - set(names) == {"gates"}
+    narrow = required_groups(CpuKernelNeeds("float32", "bfloat16", ("int8",), single_rank=False))
     assert "attention-bfloat16" in [each.name for each in narrow]
     assert not any(each.name.startswith("program") for each in narrow)
+
+
+def deferred(needs: CpuKernelNeeds) -> set[str]:
+    """Return the names of the groups that can be deferred, without their dtypes."""
+    return {each.name.split("-")[0] for each in deferrable_groups(required_groups(needs), needs)}
+
+
+def test_deferred_groups_have_another_form_that_rounds_as_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_packed_f32, "has_avx2", lambda: True)
+    monkeypatch.setattr(cpu_compilation, "lock_folder", lambda: tmp_path)
+    needs = CpuKernelNeeds("float32", "float32")
+    assert deferred(needs) == {"program", "attention", "rotary", "norms"}
+    assert deferred(replace(needs, deterministic=True)) == {"program"}
+    # The ranks of a worker would round differently.
+    assert deferred(replace(needs, single_rank=False)) == set()
+    monkeypatch.setattr(cpu_compilation, "has_persistent_cache", lambda: False)
+    assert deferred(needs) == set()
+
+
+def test_loaded_groups_are_not_deferred_by_later_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_compilation, "lock_folder", lambda: tmp_path)
+    needs, names = CpuKernelNeeds("float32", "float32"), ("one", "two")
+    one, two = (KernelGroup(name, lambda: None, "close") for name in names)
+    assert deferrable_groups([one, two], needs) == (one, two)
+    CpuKernelLoader([one], folder=tmp_path).join()
+    assert deferrable_groups([one, two], needs) == (two,)
+    # An installation in another folder, or with other files, has another cache.
+    monkeypatch.setattr(cpu_compilation, "_installation", lambda: "other")
+    assert deferrable_groups([one, two], needs) == (one, two)

@@ -69,6 +69,7 @@ class Engine:
         plan_writer = runtime.connect_as_leader(store)
         self.movers = runtime.movers(plan_writer)
         self.grammars = GrammarCache(partial(_grammar_vocabulary, config.model, self.spec))
+        self._deferred = runtime.deferred
         self._expert_balance = ExpertBalance(runtime.expert_counts())
         self._searches = BeamSearches()
         runner, device = runtime.runner(), runtime.decoder.device
@@ -139,6 +140,8 @@ class Engine:
             while not self.step().finished:
                 pass
         self.reset_scheduler(self.limits)
+        if self._deferred is not None:
+            self._deferred.start()
 
     def reset_scheduler(self, limits: SchedulerConfig) -> None:
         """Replace the scheduler by an empty one.

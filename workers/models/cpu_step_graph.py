@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
+from penstock.kernels.cpu_common.deferred_loops import is_deferred
 from penstock.kernels.step_graph.builder import GraphBuilder, UnsupportedGraph
-from penstock.kernels.step_graph.graph import CpuStepGraph, load_cpu_kernels
+from penstock.kernels.step_graph.graph import CpuStepGraph, load_cpu_kernels, loops_name
 from penstock.kernels.triton_common.launch import runs_kernels
 from penstock.workers.models.decoder import Decoder, DecoderBuffers
 from penstock.workers.models.protocols import Model
@@ -31,10 +32,11 @@ class DecodeStepGraph:
     decoder: Decoder
     graph: CpuStepGraph
     buffers: DecoderBuffers
+    loops: str  # name of the group of compiled loops
 
     def supports(self, plan: StepPlan) -> bool:
-        """Return whether the graph can run this step."""
-        return len(plan.tokens) == len(plan.rows) <= MAX_ROWS
+        """Return whether the graph can run this step now."""
+        return len(plan.tokens) == len(plan.rows) <= MAX_ROWS and not is_deferred(self.loops)
 
     def run(
         self,
@@ -74,7 +76,10 @@ class DecodeStepGraph:
 
 
 def build_cpu_step_graph(decoder: Model, cache: KvCache) -> DecodeStepGraph | None:
-    """Build the step graph of a model and its cache; return None for an unsupported model."""
+    """Build the step graph of a model and its cache; return None for an unsupported model.
+
+    If the loops of the graph are deferred, the graph supports no step until they are loaded.
+    """
     device = cache.data.device
     if not isinstance(decoder, Decoder) or device.type != "cpu" or runs_kernels(device):
         return None
@@ -86,5 +91,7 @@ def build_cpu_step_graph(decoder: Model, cache: KvCache) -> DecodeStepGraph | No
     except UnsupportedGraph:
         return None
     built = graph.build()
-    load_cpu_kernels(cache.data.dtype, built.extensions)
-    return DecodeStepGraph(decoder, built, buffers)
+    loops = loops_name(cache.data.dtype, built.extensions)
+    if not is_deferred(loops):
+        load_cpu_kernels(cache.data.dtype, built.extensions)
+    return DecodeStepGraph(decoder, built, buffers, loops)

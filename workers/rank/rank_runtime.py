@@ -10,14 +10,8 @@ from torch._C._distributed_c10d import Store
 
 from penstock.kernels.attention.backends.choice import choose_attention_backend
 from penstock.kernels.attention.backends.interface import AttentionBackend
-from penstock.kernels.cpu_compilation import (
-    CpuKernelLoader,
-    KernelGroup,
-    Products,
-    required_groups,
-)
+from penstock.kernels.background_compilation import BackgroundLoader
 from penstock.kernels.kv_cache.format import KvCacheFormat
-from penstock.kernels.linear.quantized import has_int4_products
 from penstock.kernels.triton_common.tuned_tiles import load_tuned_tiles
 from penstock.workers.config import WorkerConfig
 from penstock.workers.engine.model_runner import ModelRunner
@@ -31,9 +25,7 @@ from penstock.workers.kv_transfer.staging import KvStaging
 from penstock.workers.layers.expert_parallel import ExpertParallelMoE
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.protocols import Model, ModelInfo
-from penstock.workers.models.quantization import read_quantization
 from penstock.workers.models.spec import is_native, read_config, read_spec
-from penstock.workers.models.weight_scheme import WeightScheme
 from penstock.workers.parallel.communicator import Communicator
 from penstock.workers.parallel.mesh import MeshCoord
 from penstock.workers.parallel.parallel_groups import SINGLE_RANK, all_reduce_min, connect_ranks
@@ -47,13 +39,12 @@ from penstock.workers.parallel.step_broadcast import (
     node_name,
 )
 from penstock.workers.parallel.step_codec import max_plan_bytes
+from penstock.workers.rank.cpu_kernels import kernel_needs, load_cpu_kernels
 from penstock.workers.rank.fingerprint import layout_of, numerics_of
 from penstock.workers.rank.kv_cache import KvCache, check_cache_format, choose_cache_format
 from penstock.workers.rank.kv_cache_size import choose_num_blocks
 from penstock.workers.scheduling.config import SchedulerConfig
-from penstock.workers.weights.gguf.packed_blocks import has_packable_blocks, keeps_blocks
-from penstock.workers.weights.loading import choose_dtype, load
-from penstock.workers.weights.quantized_method import has_int4_groups
+from penstock.workers.weights.loading import load
 from penstock.workers.weights.sharding import kv_heads
 
 ProgressCallback = Callable[[int, int], None]
@@ -77,6 +68,8 @@ class RankRuntime:
     reports: Communicator | None  # communicator between the ranks' hosts, for KV transfer reports
     # attention backend of a GPU; None: steps run on a CPU
     attention: AttentionBackend | None = None
+    # loads deferred CPU kernels; must be started after the warm-up
+    deferred: BackgroundLoader | None = None
 
     def runner(self) -> ModelRunner:
         """Create the model runner; on a GPU, the runner is asynchronous."""
@@ -185,8 +178,10 @@ def load_rank(
         reports = connect_hosts(store, "reports", coord.rank, num_ranks, config.host)
     if not config.deterministic:
         load_tuned_tiles(device)
-    groups = [] if decoder is not None else _loop_groups(config, device)
-    loops = CpuKernelLoader(groups, lambda: on_stage(COMPILING))
+    needs = None if decoder is not None else kernel_needs(config, device)
+    loops, deferred = load_cpu_kernels(
+        needs, config.compile_in_background, lambda: on_stage(COMPILING)
+    )
 
     def report_progress(done: int, total: int) -> None:
         progress(done, total)
@@ -218,7 +213,7 @@ def load_rank(
         on_stage(WARMING_UP)
     num_scratch = 1 if _runs_asynchronously(decoder) else 0
     cache = _make_cache(limits, decoder, form, num_scratch)
-    return RankRuntime(config, spec, decoder, limits, cache, reports, attention)
+    return RankRuntime(config, spec, decoder, limits, cache, reports, attention, deferred)
 
 
 def _choose_attention(
@@ -229,47 +224,6 @@ def _choose_attention(
     request = attention_request(decoder, form.dtype, block_size, config.deterministic)
     backend = choose_attention_backend(config.attention_backend, request, decoder.device)
     return backend if _runs_asynchronously(decoder) else None
-
-
-def _loop_groups(config: WorkerConfig, device: torch.device) -> list[KernelGroup]:
-    """Return the CPU kernels that this configuration needs; empty if `config` is invalid."""
-    try:
-        dtype = choose_dtype(config.dtype, "float32", device)
-        form = choose_cache_format(config.kv_cache_dtype, config.quantization, dtype, device)
-        model_config = read_config(config.model)
-        quantization = read_quantization(model_config)
-        experts = is_native(model_config) and read_spec(config.model).experts is not None
-    except ValueError:
-        return []
-    single_rank = config.coord.mesh.num_ranks == 1
-    schemes = [] if quantization is None else [rule.scheme for rule in quantization.rules]
-    products = _online_products(config.quantization).union(*map(_products, schemes))
-    if "int4" in products and not has_int4_products(device, dtype):
-        products = products - {"int4"} | {"weight-only"}
-    if "int4" in products and not single_rank:
-        products.add("weight-only")  # for ranks whose inputs begin inside a quantization group
-    keeps = keeps_blocks(
-        config.model, config.quantization, config.deterministic, device, dtype
-    ) and has_packable_blocks(config.model)
-    if keeps:
-        products.add("weight-only")
-    return required_groups(device, dtype, form.dtype, products, single_rank, experts)
-
-
-def _products(scheme: WeightScheme) -> set[Products]:
-    """Return the kind of matrix products that a quantized checkpoint needs on the best CPUs."""
-    if scheme.allows_int8_products:
-        return {"int8"}
-    return {"int4"} if has_int4_groups(scheme) else {"weight-only"}
-
-
-def _online_products(quantization: str) -> set[Products]:
-    """Return the kinds of matrix products of weights that are quantized while they are loaded."""
-    if quantization == "int8":
-        return {"int8"}
-    if quantization == "int4":
-        return {"int4"}
-    return {"weight-only"} if quantization == "fp8" else set()
 
 
 def _runs_asynchronously(decoder: Model) -> bool:

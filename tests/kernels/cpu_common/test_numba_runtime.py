@@ -25,7 +25,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def folder() -> Path:
-    return numba_runtime.cache_folder.__wrapped__()
+    return numba_runtime._choose_cache_folder.__wrapped__()[0]
 
 
 def mode(path: Path) -> int:

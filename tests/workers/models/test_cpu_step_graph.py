@@ -11,6 +11,8 @@ import torch
 import transformers
 from torch import Tensor
 
+from penstock.kernels.cpu_common.deferred_loops import defer, finish
+from penstock.kernels.cpu_compilation import required_groups
 from penstock.kernels.kv_cache.format import FORMATS, KvCacheFormat
 from penstock.kernels.linear import cpu_packed_f32, cpu_packed_int8
 from penstock.kernels.linear.cpu_packed_int4 import has_int4_loops
@@ -31,7 +33,7 @@ from penstock.workers.layers.norm import LayerNorm
 from penstock.workers.models import cpu_step_graph, model_builder
 from penstock.workers.models.cpu_step_graph import MAX_ROWS, DecodeStepGraph, build_cpu_step_graph
 from penstock.workers.models.decoder import Decoder
-from penstock.workers.rank.rank_runtime import _loop_groups
+from penstock.workers.rank.cpu_kernels import kernel_needs
 from penstock.workers.scheduling.sequence import StepPlan
 from penstock.workers.weights.loading import load
 from tests.support.answers import check, expected_answers
@@ -278,10 +280,46 @@ def test_interpreter_of_the_graph_is_loaded_at_the_start(
     )
     _, decoder = make_models(tmp_path, INT8[name](), quantization)
     assert build_cpu_step_graph(decoder, make_cache(decoder, 4)) is not None
-    groups = _loop_groups(WorkerConfig("w", tmp_path, quantization=quantization), CPU)
-    (found,) = (each.name for each in groups if each.name.startswith("program"))
+    needs = kernel_needs(WorkerConfig("w", tmp_path, quantization=quantization), CPU)
+    assert needs is not None
+    (found,) = (n.name for n in required_groups(needs) if n.name.startswith("program"))
     _, _, *extensions = found.split("-")
     assert "".join(f"-{each}" for each in extensions) == str(wanted[0])
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
+def test_steps_run_eagerly_until_the_deferred_loops_are_loaded(
+    deterministic: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, decoder = make_models(tmp_path, SUPPORTED["llama"](), deterministic=deterministic)
+    prompts = [list(range(4, 4 + length)) for length in LENGTHS]
+    at_once, expected = generate(decoder, prompts, MAX_NEW)
+    graph = build_cpu_step_graph(decoder, make_cache(decoder, 4))
+    assert graph is not None
+    runs, asked = list[StepPlan](), list[StepPlan]()
+    run_graph, supports = DecodeStepGraph.run, DecodeStepGraph.supports
+
+    def run(self: DecodeStepGraph, plan: StepPlan, *given: Any) -> Tensor:
+        runs.append(plan)
+        return run_graph(self, plan, *given)
+
+    def supports_counted(self: DecodeStepGraph, plan: StepPlan) -> bool:
+        asked.append(plan)
+        if len(asked) == 5:
+            finish(self.loops)
+        return supports(self, plan)
+
+    monkeypatch.setattr(DecodeStepGraph, "run", run)
+    monkeypatch.setattr(DecodeStepGraph, "supports", supports_counted)
+    monkeypatch.setattr(cpu_step_graph, "load_cpu_kernels", lambda *_: pytest.fail("not needed"))
+    defer([graph.loops])
+    answers, logits = generate(decoder, prompts, MAX_NEW)
+    # The first step computes the prompts, and the next three ran eagerly.
+    assert (len(asked), len(runs)) == (MAX_NEW, MAX_NEW - 4)
+    assert answers == at_once
+    for ours, others in zip(logits, expected, strict=True):
+        tolerance = 0.0 if deterministic else 1e-5
+        torch.testing.assert_close(ours, others, rtol=0.0, atol=tolerance)
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED)

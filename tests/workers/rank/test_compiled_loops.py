@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from penstock.kernels.cpu_common.cpu_features import has_avx2
+from penstock.kernels.cpu_compilation import required_groups
 from penstock.kernels.linear import cpu_packed_int8
 from penstock.kernels.linear.cpu_packed_int4 import has_int4_loops
 from penstock.workers.config import WorkerConfig
 from penstock.workers.models.weight_scheme import WeightScheme
-from penstock.workers.rank.rank_runtime import _loop_groups, _products
+from penstock.workers.rank.cpu_kernels import _products, kernel_needs
 from tests.support.gguf_files import make_gguf
 from tests.support.quantized import FORMS, make_quantized
 from tests.support.tiny import tiny_checkpoint
@@ -30,8 +31,9 @@ def int8_loops(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def loaded(folder: Path, quantization: str = "none") -> set[str]:
     """Return the names of the loaded groups of loops that only some forms of weights need."""
-    config = WorkerConfig("w", folder, quantization=quantization)
-    return {each.name for each in _loop_groups(config, CPU)} & (WEIGHT_ONLY | INT8 | INT4)
+    needs = kernel_needs(WorkerConfig("w", folder, quantization=quantization), CPU)
+    assert needs is not None
+    return {each.name for each in required_groups(needs)} & (WEIGHT_ONLY | INT8 | INT4)
 
 
 @pytest.mark.parametrize(
