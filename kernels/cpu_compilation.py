@@ -42,10 +42,6 @@ from penstock.kernels.sampling import philox, token_mask
 from penstock.kernels.step_graph import graph
 from penstock.kernels.step_graph.opcodes import Extensions
 
-Fallback = Literal["", "close", "exact"]
-"""Form that operations can use without the loops of a group: none, torch with other rounding, or
-other loops with the same bits."""
-
 
 @dataclass(frozen=True, slots=True)
 class KernelGroup:
@@ -54,12 +50,13 @@ class KernelGroup:
     Attributes:
         name: name of the group, the same in all processes.
         load: function that loads the loops from disk into this process, or compiles them.
-        fallback: form that the operations use while the group is deferred (`deferred_loops`).
+        is_deferrable: whether the operations have another form, for the time in which the group is
+            deferred (`deferred_loops`). The form may round differently.
     """
 
     name: str
     load: Callable[[], object]
-    fallback: Fallback = ""
+    is_deferrable: bool = False
 
 
 Products = Literal["int8", "int4", "weight-only"]
@@ -104,20 +101,20 @@ def required_groups(needs: CpuKernelNeeds) -> list[KernelGroup]:
                 "int8" in products, needs.experts, "weight-only" in products, "int4" in products
             )
             load = partial(graph.load_cpu_kernels, kept, extensions)
-            groups.append(KernelGroup(graph.loops_name(kept, extensions), load, "exact"))
+            groups.append(KernelGroup(graph.loops_name(kept, extensions), load, True))
         groups.append(KernelGroup("panels", cpu_packed_f32.load_cpu_kernels))
     if is_float32:
         groups += _quantized_groups(needs.products)
     if FORMATS[needs.kv_cache].array_dtype:
         load = partial(cpu_plan.load_cpu_kernels, kept)
-        groups.append(KernelGroup(cpu_plan.loops_name(kept), load, "close"))
+        groups.append(KernelGroup(cpu_plan.loops_name(kept), load, True))
     groups.append(KernelGroup("noise", philox.load_cpu_kernels))
     groups.append(KernelGroup("checksum", checksum.load_cpu_kernels))
     groups.append(KernelGroup("token-masks", token_mask.load_cpu_kernels))
     if is_float32:
         load = partial(cache.load_cpu_kernels, kept)
-        groups.append(KernelGroup(cache.loops_name(kept), load, "close"))
-        groups.append(KernelGroup(norm.LOOPS, norm.load_cpu_kernels, "close"))
+        groups.append(KernelGroup(cache.loops_name(kept), load, True))
+        groups.append(KernelGroup(norm.LOOPS, norm.load_cpu_kernels, True))
         if needs.deterministic:
             groups.append(KernelGroup("gates", activation.load_cpu_kernels))
     return groups
@@ -128,14 +125,16 @@ def deferrable_groups(
 ) -> tuple[KernelGroup, ...]:
     """Return the groups that a worker can do without at first, and that are not compiled yet.
 
-    All ranks of a worker must round in the same way, so they defer nothing. Without a disk cache
-    that other processes share, nothing is deferred either.
+    A deterministic worker defers nothing, because it checks its kernels before it serves, and all
+    ranks of a worker must round in the same way. Without a disk cache that other processes use,
+    nothing is deferred either.
     """
-    if not (needs.single_rank and has_persistent_cache()):
+    if needs.deterministic or not (needs.single_rank and has_persistent_cache()):
         return ()
-    allowed, folder = ("exact",) if needs.deterministic else ("exact", "close"), lock_folder()
-    deferrable = [each for each in groups if each.fallback in allowed]
-    return tuple(each for each in deferrable if not _compiled_mark(folder, each).exists())
+    folder = lock_folder()
+    return tuple(
+        each for each in groups if each.is_deferrable and not _compiled_mark(folder, each).exists()
+    )
 
 
 @functools.cache
