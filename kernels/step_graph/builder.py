@@ -147,8 +147,8 @@ class GraphBuilder:
             or (columns is None and dim != x.width)
         ):
             raise UnsupportedGraph(
-                f"a norm of {dim} features cannot be applied to the columns [{normalised.start}, "
-                f"{normalised.stop}) of a buffer with {x.width} columns"
+                f"a norm of {dim} features needs whole groups of {dim} columns of a buffer with "
+                f"{x.width} columns, not the columns [{normalised.start}, {normalised.stop})"
             )
         assert normalised.step == 1
         assert x.width == out.width

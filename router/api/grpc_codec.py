@@ -130,13 +130,15 @@ def to_generation_request(
 
 
 def _resume_states(entries: Sequence[pb.ResumeState]) -> dict[int, ResumeState]:
-    known = {each.choice: ResumeState(each.tokens[:], each.finish_reason) for each in entries}
-    if len(known) < len(entries):
-        raise invalid(
-            f"resume_from has {len(entries)} entries for {len(known)} choices: send one entry for "
-            "each choice",
-            "resume_from",
-        )
+    known = dict[int, ResumeState]()
+    for each in entries:
+        if each.choice in known:
+            raise invalid(
+                f"resume_from has more than one entry for choice {each.choice}: send at most one "
+                "entry for each choice",
+                "resume_from",
+            )
+        known[each.choice] = ResumeState(each.tokens[:], each.finish_reason)
     return known
 
 

@@ -216,8 +216,8 @@ class Coverage:
             )
         if shard.start % block_size or (shard.stop % block_size and shard.stop != self.stop):
             raise BadShard(
-                f"a message has the positions {shard.start} to {shard.stop}: expected bounds that "
-                f"are multiples of the block size {block_size}, or {self.stop} as the end"
+                f"a message has the positions {shard.start} to {shard.stop}: expected multiples of "
+                f"the block size {block_size}; the end may also be {self.stop}, the transfer's end"
             )
         if num_bytes != self.shape.num_bytes(shard):
             expected = self.shape.num_bytes(shard)

@@ -60,11 +60,11 @@ def check_shape(spec: ModelSpec, mesh: Mesh) -> None:
         raise BadShape(f"tp {tp}: {spec.family} normalises all heads together, so it needs tp 1")
     for size, per, what in _cut_sizes(spec, mesh):
         if size % per:
-            raise BadShape(f"tp {tp} does not divide the model's {size} {what}" + _etp(mesh, per))
+            raise BadShape(f"{_divisor(mesh, per)} does not divide the model's {size} {what}")
 
 
-def _etp(mesh: Mesh, per: int) -> str:
-    return "" if per == mesh.tp else f" into {per} parts (tp {mesh.tp} over ep {mesh.ep})"
+def _divisor(mesh: Mesh, per: int) -> str:
+    return f"tp {per}" if per == mesh.tp else f"tp / ep = {mesh.tp} / {mesh.ep} = {per}"
 
 
 def _cut_sizes(spec: ModelSpec, mesh: Mesh) -> Iterator[tuple[int, int, str]]:

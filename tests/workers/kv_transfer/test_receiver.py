@@ -183,7 +183,7 @@ async def test_incompatible_source_is_refused_with_the_reason(
         ({"last_layer": 4}, "this rank receives only"),
         ({"first_head": 2, "last_head": 3}, "this rank receives only"),
         ({"bytes": 1 << 40}, "bytes, but its positions"),
-        ({"start": 3}, "expected bounds that are multiples of the block size"),
+        ({"start": 3}, "expected multiples of the block size"),
         ({"source_rank": 1}, "the unknown rank pair"),
         ({"destination_rank": 1}, "the unknown rank pair"),
     ],

@@ -210,8 +210,8 @@ def check_layers(calls: dict[int, AttentionCall], num_layers: int) -> list[Atten
     """Return the calls in layer order; raise `Unsupported` if one cache cannot hold all layers."""
     if sorted(calls) != list(range(num_layers)):
         raise Unsupported(
-            f"{len(calls)} of the model's {num_layers} layers use the attention interface: "
-            "expected all layers"
+            f"the layers {sorted(calls)} use the attention interface: expected the layers 0 to "
+            f"{num_layers - 1}"
         )
     found = [calls[layer] for layer in range(num_layers)]
     most = max(call.num_kv_heads for call in found)
