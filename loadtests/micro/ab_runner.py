@@ -7,6 +7,7 @@ equally.
 import asyncio
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Callable, Coroutine, Sequence
 from datetime import UTC, datetime
@@ -32,11 +33,20 @@ class Setup:
 
     model: str = option("", "checkpoint folder; default: the bundled model")
     threads: int = option(1, "threads of the directly called engine and of each worker")
+    share_cores: bool = option(
+        False, "instead, let `penstock serve` divide the cores; the engine uses all of them"
+    )
     save_json: str = option("", "write the results to this file")
 
     def serve_arguments(self) -> list[str]:
         """Return the arguments of `penstock serve` for this model and number of threads."""
-        return [str(self.model_folder), "--threads", str(self.threads)]
+        model = str(self.model_folder)
+        return [model] if self.share_cores else [model, "--threads", str(self.threads)]
+
+    @property
+    def engine_threads(self) -> int:
+        """Return the number of threads of an engine that is called directly."""
+        return len(os.sched_getaffinity(0)) if self.share_cores else self.threads
 
     @property
     def model_folder(self) -> Path:

@@ -54,7 +54,7 @@ class RoundTimes:
 
 
 async def _measure(setup: Setup, requests: Requests) -> dict[str, Any]:
-    engine = EngineClient(setup.model_folder, setup.threads)
+    engine = EngineClient(setup.model_folder, setup.engine_threads)
     prompts = Prompts(ordinary_tokens(engine.vocab_size), _SEED)
     async with serving(setup.serve_arguments()) as server:
         clients = _clients(server)

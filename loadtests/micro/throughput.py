@@ -46,7 +46,7 @@ class Rates:
 
 async def measure_rounds(setup: Setup, requests: Requests) -> tuple[Rates, Rates]:
     """Return the rates through `penstock serve` and those of the engine alone."""
-    engine = EngineClient(setup.model_folder, setup.threads)
+    engine = EngineClient(setup.model_folder, setup.engine_threads)
     prompts = Prompts(ordinary_tokens(engine.vocab_size), seed=0)
     path, direct = Rates(), Rates()
     async with serving(setup.serve_arguments()) as server:
