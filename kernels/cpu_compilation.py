@@ -125,33 +125,55 @@ def deferrable_groups(
 ) -> tuple[KernelGroup, ...]:
     """Return the groups that a worker can do without at first, and that are not compiled yet.
 
-    A deterministic worker defers nothing, because it checks its kernels before it serves, and all
-    ranks of a worker must round in the same way. Without a disk cache that other processes use,
-    nothing is deferred either.
+    The quickest ones to compile come first. A deterministic worker defers nothing, because it
+    checks its kernels before it serves, and all ranks of a worker must round in the same way.
+    Without a disk cache that other processes use, nothing is deferred either.
     """
     if needs.deterministic or not (needs.single_rank and has_persistent_cache()):
         return ()
     folder = lock_folder()
-    return tuple(
-        each for each in groups if each.is_deferrable and not _compiled_mark(folder, each).exists()
-    )
+    deferrable = [each for each in reversed(groups) if each.is_deferrable]
+    return tuple(each for each in deferrable if not is_compiled(folder, each.name))
+
+
+def is_compiled(folder: Path, name: str) -> bool:
+    """Return whether the loops of a group are in the disk cache.
+
+    Args:
+        folder: folder of the lock files.
+        name: name of the group.
+    """
+    return _mark(folder, name).exists()
+
+
+def load_and_mark(folder: Path, group: KernelGroup) -> None:
+    """Load the loops of a group, or compile them, and let `is_compiled` return True.
+
+    Args:
+        folder: folder of the lock files.
+        group: the group.
+    """
+    group.load()
+    with suppress(OSError):
+        _mark(folder, group.name).touch()
+
+
+def _mark(folder: Path, name: str) -> Path:
+    """Return the path of a file that exists if the loops of the group are in the disk cache."""
+    return folder / f"{name}-{_installation()}.compiled"
 
 
 @functools.cache
 def _installation() -> str:
-    """Return a hash of everything by which numba finds compiled code in its cache."""
+    """Return a hash of the CPU and of the path of the sources.
+
+    In its cache, numba finds compiled code by both. The digest of the sources is part of the path
+    of the cache.
+    """
     import llvmlite.binding
 
-    found = [llvmlite.binding.get_host_cpu_name(), str(KERNELS)]
-    for path in sorted(KERNELS.rglob("*.py")):
-        status = path.stat()
-        found.append(f"{path} {status.st_mtime_ns} {status.st_size}")
-    return sha256("\n".join(found).encode()).hexdigest()[:16]
-
-
-def _compiled_mark(folder: Path, group: KernelGroup) -> Path:
-    """Return the path of a file that exists if the loops of the group are in the disk cache."""
-    return folder / f"{group.name}-{_installation()}.compiled"
+    cpu, features = llvmlite.binding.get_host_cpu_name(), llvmlite.binding.get_host_cpu_features()
+    return sha256(f"{KERNELS}\n{cpu}\n{features.flatten()}".encode()).hexdigest()[:16]
 
 
 def _quantized_groups(products: Collection[Products]) -> list[KernelGroup]:
@@ -240,10 +262,8 @@ class CpuKernelLoader:
                     self._load(folder, group)
 
     def _load(self, folder: Path, group: KernelGroup) -> None:
-        group.load()
+        load_and_mark(folder, group)
         self._loaded.add(group.name)
-        with suppress(OSError):
-            _compiled_mark(folder, group).touch()
 
 
 @contextmanager

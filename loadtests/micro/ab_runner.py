@@ -33,20 +33,20 @@ class Setup:
 
     model: str = option("", "checkpoint folder; default: the bundled model")
     threads: int = option(1, "threads of the directly called engine and of each worker")
-    share_cores: bool = option(
-        False, "instead, let `penstock serve` divide the cores; the engine uses all of them"
+    default_threads: bool = option(
+        False, "let `penstock serve` choose the threads instead; the engine uses all cores"
     )
     save_json: str = option("", "write the results to this file")
 
     def serve_arguments(self) -> list[str]:
         """Return the arguments of `penstock serve` for this model and number of threads."""
         model = str(self.model_folder)
-        return [model] if self.share_cores else [model, "--threads", str(self.threads)]
+        return [model] if self.default_threads else [model, "--threads", str(self.threads)]
 
     @property
     def engine_threads(self) -> int:
         """Return the number of threads of an engine that is called directly."""
-        return len(os.sched_getaffinity(0)) if self.share_cores else self.threads
+        return len(os.sched_getaffinity(0)) if self.default_threads else self.threads
 
     @property
     def model_folder(self) -> Path:

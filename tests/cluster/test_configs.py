@@ -22,6 +22,13 @@ def test_all_routers_and_workers_share_the_secrets_of_their_cluster() -> None:
     assert len(shared.token) >= 32
 
 
+def test_workers_of_a_cluster_compile_some_kernels_while_they_serve() -> None:
+    spec = parse({})
+    for placement in plan_placements(spec, [Node("here", 4.0)]):
+        config = worker_config(spec, Path("m"), ClusterSecrets.new(), placement)
+        assert config.compile_in_background
+
+
 def test_clusters_have_different_secrets() -> None:
     one, other = ClusterSecrets.new(), ClusterSecrets.new()
     assert one.token != other.token

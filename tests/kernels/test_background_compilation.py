@@ -1,17 +1,21 @@
-"""Child processes compile deferred groups of loops, while the worker already serves."""
+"""Child processes compile deferred groups of loops, while the workers already serve."""
 
+import json
 import logging
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from penstock.kernels import background_compilation
-from penstock.kernels.background_compilation import BackgroundLoader
+from penstock.kernels import background_compilation, compile_groups, cpu_compilation
+from penstock.kernels.background_compilation import MAX_FAILURES, BackgroundLoader
+from penstock.kernels.cpu_common.compile_lock import compile_lock
 from penstock.kernels.cpu_common.deferred_loops import finish, is_deferred
 from penstock.kernels.cpu_common.numba_runtime import has_numba
 from penstock.kernels.cpu_compilation import CpuKernelNeeds, KernelGroup
@@ -22,99 +26,154 @@ NEEDS = CpuKernelNeeds("float32", "float32")
 NAMES = ("first", "second")
 
 
-class Groups:
-    """Groups that record what is loaded, and whether they were deferred at that time."""
+class Machine:
+    """A folder with marks and locks, and groups that record in which order they are loaded."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.loaded = list[str]()
 
-    def make(self) -> list[KernelGroup]:
-        return [KernelGroup(name, lambda name=name: self._load(name)) for name in NAMES]  # type: ignore[misc]
-
-    def _load(self, name: str) -> None:
+    def load(self, name: str) -> None:
         assert is_deferred(name)
         self.loaded.append(name)
 
+    def child(self, *actions: str) -> list[str]:
+        """Return the command of a child; the action "first" marks the group "first" as compiled."""
+        marks = {name: f"open({str(self.mark(name))!r}, 'w')" for name in NAMES}
+        lines = [marks.get(each, each) for each in actions]
+        log = f"open({str(self.folder / 'children')!r}, 'a').write('x')"
+        return [sys.executable, "-c", "\n".join(["import os, sys", log, *lines])]
+
+    def mark(self, name: str) -> Path:
+        return cpu_compilation._mark(self.folder, name)
+
+    def num_children(self) -> int:
+        path = self.folder / "children"
+        return len(path.read_text()) if path.exists() else 0
+
+    def loader(self, *actions: str) -> BackgroundLoader:
+        groups = [KernelGroup(name, partial(self.load, name)) for name in NAMES]
+        return BackgroundLoader(NEEDS, groups, self.child(*actions))
+
 
 @pytest.fixture
-def groups() -> Iterator[Groups]:
-    yield Groups()
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    monkeypatch.setattr(background_compilation, "lock_folder", lambda: tmp_path)
+    yield Machine(tmp_path)
     for name in NAMES:
         finish(name)
 
 
-def run(groups: Groups, code: str) -> None:
-    """Run a loader whose child process executes `code`, until the child has ended."""
-    loader = BackgroundLoader(NEEDS, groups.make(), [sys.executable, "-c", code])
+def messages(caplog: pytest.LogCaptureFixture, level: str) -> list[str]:
+    return [
+        each.getMessage()
+        for each in caplog.records
+        if (each.levelname, each.name) == (level, background_compilation.__name__)
+    ]
+
+
+def test_groups_are_deferred_until_a_child_has_compiled_them(
+    machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    loader = machine.loader("second", "first")
     assert all(is_deferred(name) for name in NAMES)
-    loader.start()
-    loader.join()
-
-
-def test_each_group_is_loaded_when_the_child_has_compiled_it(
-    groups: Groups, caplog: pytest.LogCaptureFixture
-) -> None:
     with caplog.at_level(logging.INFO):
-        run(groups, "print('second\\na warning\\nfirst')")
-    assert groups.loaded == ["second", "first"]
+        loader.start()
+        loader.join()
+    assert sorted(machine.loaded) == ["first", "second"]
     assert not any(is_deferred(name) for name in NAMES)
-    assert [record.levelname for record in caplog.records] == ["INFO", "INFO"]
+    assert machine.num_children() == 1
+    assert len(messages(caplog, "INFO")) == 2
+    assert messages(caplog, "WARNING") == []
 
 
-def test_group_is_used_while_the_child_still_compiles_others(
-    groups: Groups, tmp_path: Path
-) -> None:
-    resume = tmp_path / "resume"
+def test_group_is_used_while_the_child_still_compiles_others(machine: Machine) -> None:
+    resume = machine.folder / "resume"
     os.mkfifo(resume)
-    code = f"print('first', flush=True)\nopen({str(resume)!r}).read()\nprint('second')"
-    loader = BackgroundLoader(NEEDS, groups.make(), [sys.executable, "-c", code])
+    loader = machine.loader("first", f"open({str(resume)!r}).read()", "second")
     loader.start()
-    with resume.open("w"):  # waits until the child has printed the first name and reads
-        while is_deferred("first"):
+    with resume.open("w"):  # waits until the child has compiled the first group
+        deadline = time.monotonic() + 60
+        while is_deferred("first") and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert is_deferred("second")
+        assert (is_deferred("first"), is_deferred("second")) == (False, True)
     loader.join()
-    assert groups.loaded == ["first", "second"]
+    assert machine.loaded == ["first", "second"]
+
+
+def test_worker_waits_for_groups_that_another_process_compiles(machine: Machine) -> None:
+    loader = machine.loader("sys.exit('not needed')")
+    with (
+        compile_lock(machine.folder, "first", 0.0),
+        compile_lock(machine.folder, "second", 0.0),
+    ):
+        loader.start()
+        for name in ("second", "first"):
+            machine.mark(name).touch()
+            deadline = time.monotonic() + 60
+            while is_deferred(name) and time.monotonic() < deadline:
+                time.sleep(0.01)
+        loader.join()
+    assert machine.loaded == ["second", "first"]
+    assert machine.num_children() == 0
+
+
+def test_second_child_compiles_what_the_first_one_did_not(machine: Machine) -> None:
+    second = f"open({str(machine.mark('second'))!r}, 'w')"
+    loader = machine.loader(f"if os.path.exists({str(machine.mark('first'))!r}): {second}", "first")
+    loader.start()
+    loader.join()
+    assert machine.loaded == ["first", "second"]
+    assert machine.num_children() == 2
 
 
 @pytest.mark.parametrize(
-    ("code", "reason"),
+    ("actions", "reason"),
     [
-        ("import sys; print('first'); sys.exit('disk is full')", "disk is full (exit status 1)"),
-        ("import os; os.kill(os.getpid(), 9)", " (exit status -9)"),
-        ("print('first')", "first (exit status 0)"),
+        (("first", "print('a line')", "sys.exit('disk is full')"), "disk is full"),
+        (("first", "sys.stdout.flush()", "os.kill(os.getpid(), 9)"), "exit status -9"),
+        (("first",), "exit status 0"),
     ],
     ids=["error", "killed", "incomplete"],
 )
-def test_groups_that_a_child_did_not_compile_stay_deferred(
-    groups: Groups, code: str, reason: str, caplog: pytest.LogCaptureFixture
+def test_worker_gives_up_groups_that_children_do_not_compile(
+    machine: Machine,
+    actions: tuple[str, ...],
+    reason: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        run(groups, code)
-    assert [name for name in NAMES if not is_deferred(name)] == groups.loaded
+        loader = machine.loader(*actions)
+        loader.start()
+        loader.join()
+    assert machine.loaded == ["first"]
     assert is_deferred("second")
-    (record,) = caplog.records
-    assert f"could not be compiled: {reason}." in record.getMessage()
+    assert machine.num_children() == MAX_FAILURES + 1  # the first child compiled one group
+    (message,) = messages(caplog, "WARNING")
+    assert f"the CPU kernels second could not be compiled: {reason}." in message
 
 
 def test_command_that_cannot_be_started_is_logged(
-    groups: Groups, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    machine: Machine, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        loader = BackgroundLoader(NEEDS, groups.make(), [str(tmp_path / "missing")])
+        loader = BackgroundLoader(
+            NEEDS,
+            [KernelGroup("first", partial(machine.load, "first"))],
+            [str(machine.folder / "no")],
+        )
         loader.start()
         loader.join()
-    assert groups.loaded == []
-    assert "No such file" in caplog.text
+    (message,) = messages(caplog, "WARNING")
+    assert "No such file" in message
+    assert machine.loaded == []
 
 
-def test_loader_without_groups_starts_no_child(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("not needed"))
-    loader = BackgroundLoader(NEEDS, (), [str(tmp_path / "missing")])
+def test_loader_without_groups_starts_no_child(machine: Machine) -> None:
+    loader = BackgroundLoader(NEEDS, (), machine.child())
     loader.start()
     loader.join()
+    assert machine.num_children() == 0
 
 
 def private_cache(folder: Path) -> dict[str, str]:
@@ -122,22 +181,22 @@ def private_cache(folder: Path) -> dict[str, str]:
 
 
 def test_child_ends_when_its_worker_has_ended(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", background_compilation.__name__, "{}"]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, env=private_cache(tmp_path)
-    ) as child:
+    command = [sys.executable, "-m", compile_groups.__name__, json.dumps(asdict(NEEDS)), "norms"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, env=private_cache(tmp_path)) as child:
         assert child.stdin is not None
         child.stdin.close()
-        assert child.wait() == 1
+        assert child.wait() == compile_groups.PARENT_ENDED
     assert not list(tmp_path.rglob("*.compiled"))
 
 
 @pytest.mark.slow
 def test_worker_loads_what_a_real_child_has_compiled(tmp_path: Path) -> None:
-    """The worker compiles nothing itself, and a later worker defers nothing."""
+    """The worker compiles nothing itself, and a later worker does not defer the group."""
     code = (
+        "import logging\n"
         "from numba.core import event\n"
         "from penstock.kernels import background_compilation as b, cpu_compilation as c\n"
+        "logging.basicConfig()\n"
         "needs = c.CpuKernelNeeds('float32', 'float32')\n"
         "groups = c.required_groups(needs)\n"
         "deferred = [g for g in c.deferrable_groups(groups, needs) if g.name == 'norms']\n"
@@ -150,7 +209,7 @@ def test_worker_loads_what_a_real_child_has_compiled(tmp_path: Path) -> None:
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
-        capture_output=True,
+        stdout=subprocess.PIPE,
         text=True,
         check=True,
         env=private_cache(tmp_path),

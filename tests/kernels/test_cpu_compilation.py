@@ -192,6 +192,7 @@ def test_only_a_worker_whose_rounding_may_change_defers_groups(
 ) -> None:
     monkeypatch.setattr(cpu_packed_f32, "has_avx2", lambda: True)
     monkeypatch.setattr(cpu_compilation, "lock_folder", lambda: tmp_path)
+    monkeypatch.setattr(cpu_compilation, "has_persistent_cache", lambda: True)
     needs = CpuKernelNeeds("float32", "float32")
     assert deferred(needs) == {"program", "attention", "rotary", "norms"}
     assert deferred(replace(needs, deterministic=True)) == set()
@@ -205,11 +206,12 @@ def test_loaded_groups_are_not_deferred_by_later_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpu_compilation, "lock_folder", lambda: tmp_path)
+    monkeypatch.setattr(cpu_compilation, "has_persistent_cache", lambda: True)
     needs, names = CpuKernelNeeds("float32", "float32"), ("one", "two")
     one, two = (KernelGroup(name, lambda: None, is_deferrable=True) for name in names)
-    assert deferrable_groups([one, two], needs) == (one, two)
+    assert deferrable_groups([one, two], needs) == (two, one)  # the quickest group comes first
     CpuKernelLoader([one], folder=tmp_path).join()
     assert deferrable_groups([one, two], needs) == (two,)
-    # An installation in another folder, or with other files, has another cache.
+    # An installation in another folder, or another CPU, has another cache.
     monkeypatch.setattr(cpu_compilation, "_installation", lambda: "other")
-    assert deferrable_groups([one, two], needs) == (one, two)
+    assert deferrable_groups([one, two], needs) == (two, one)

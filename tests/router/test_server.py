@@ -166,7 +166,7 @@ async def test_worker_of_another_kv_layout_is_used_and_a_message_is_logged(
         await until(lambda: len(served.router.frontend.workers()) == 2)
     (message,) = [each.message for each in caplog.records if "exchange KV blocks" in each.message]
     assert "worker w1 and worker w0" in message
-    assert "(float32, stub); give both the same dtype, kv_cache_dtype" in message
+    assert "give both the same kv_cache_dtype (not float32 and stub), dtype" in message
 
 
 async def test_drain_finishes_running_requests_and_refuses_new_ones(config: RouterConfig) -> None:

@@ -12,6 +12,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from resource import RUSAGE_THREAD, getrusage, struct_rusage
 from typing import Any
 
 TESTS = str(Path(__file__).resolve().parents[1])
@@ -43,11 +44,12 @@ class CallbackTimes:
         def run(handle: asyncio.Handle) -> None:
             # Read the coroutine now, because a task drops its coroutine when it ends.
             coroutine = _coroutine(handle)
+            usage = getrusage(RUSAGE_THREAD)
             began = time.thread_time() - self._collected
             original(handle)
             seconds = time.thread_time() - self._collected - began
             if not _is_of_tests(coroutine):
-                self._record(seconds, coroutine or handle)
+                self._record(seconds, coroutine or handle, usage)
 
         setattr(asyncio.Handle, "_run", run)  # noqa: B010 (mypy knows no such method)
         gc.callbacks.append(self._on_collection)
@@ -57,10 +59,17 @@ class CallbackTimes:
             gc.callbacks.remove(self._on_collection)
             setattr(asyncio.Handle, "_run", original)  # noqa: B010
 
-    def _record(self, seconds: float, source: object) -> None:
+    def _record(self, seconds: float, source: object, before: struct_rusage) -> None:
         self.longest = max(self.longest, seconds)
         if seconds > self._limit:
-            self.slow.append(f"{seconds * 1000:.0f} ms: {str(source)[:300]}")
+            after = getrusage(RUSAGE_THREAD)
+            causes = (
+                f"{after.ru_stime - before.ru_stime:.3f} s in the kernel, "
+                f"{after.ru_minflt - before.ru_minflt} minor and "
+                f"{after.ru_majflt - before.ru_majflt} major page faults, "
+                f"{after.ru_nivcsw - before.ru_nivcsw} preemptions"
+            )
+            self.slow.append(f"{seconds * 1000:.0f} ms ({causes}): {str(source)[:300]}")
 
     def _on_collection(self, phase: str, info: object) -> None:
         now = time.thread_time()

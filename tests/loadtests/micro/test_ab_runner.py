@@ -63,7 +63,7 @@ def test_failed_request_fails_the_measurement() -> None:
 
 def test_the_server_gets_the_same_model_and_threads() -> None:
     assert Setup(model="/m", threads=3).serve_arguments() == ["/m", "--threads", "3"]
-    shared = Setup(model="/m", share_cores=True)
+    shared = Setup(model="/m", default_threads=True)
     assert shared.serve_arguments() == ["/m"]
     assert shared.engine_threads == len(os.sched_getaffinity(0))
     assert (Setup().model_folder / "config.json").is_file()

@@ -313,7 +313,10 @@ def test_steps_run_eagerly_until_the_deferred_loops_are_loaded(
     monkeypatch.setattr(DecodeStepGraph, "supports", supports_counted)
     monkeypatch.setattr(cpu_step_graph, "load_cpu_kernels", lambda *_: pytest.fail("not needed"))
     defer([graph.loops])
-    answers, logits = generate(decoder, prompts, MAX_NEW)
+    try:
+        answers, logits = generate(decoder, prompts, MAX_NEW)
+    finally:
+        finish(graph.loops)
     # The first step computes the prompts, and the next three ran eagerly.
     assert (len(asked), len(runs)) == (MAX_NEW, MAX_NEW - 4)
     assert answers == at_once
