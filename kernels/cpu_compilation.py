@@ -102,7 +102,7 @@ def required_groups(needs: CpuKernelNeeds) -> list[KernelGroup]:
             )
             load = partial(graph.load_cpu_kernels, kept, extensions)
             groups.append(KernelGroup(graph.loops_name(kept, extensions), load, True))
-        groups.append(KernelGroup("panels", cpu_packed_f32.load_cpu_kernels))
+        groups.append(KernelGroup(cpu_packed_f32.LOOPS, cpu_packed_f32.load_cpu_kernels, True))
     if is_float32:
         groups += _quantized_groups(needs.products)
     if FORMATS[needs.kv_cache].array_dtype:

@@ -32,6 +32,7 @@ from torch.nn import functional
 
 from penstock.kernels.cpu_common.cpu_features import has_amx as has_amx
 from penstock.kernels.cpu_common.cpu_features import has_avx2 as has_avx2
+from penstock.kernels.cpu_common.deferred_loops import is_deferred
 from penstock.kernels.cpu_common.numba_runtime import configure_numba, has_numba
 from penstock.kernels.linear.panels import PANEL
 
@@ -42,6 +43,9 @@ MIN_PARALLEL_MACS = 1 << 18
 
 MIN_AMX_ROWS = 12
 """Smallest number of rows for which AMX is faster than AVX-512."""
+
+LOOPS = "panels"
+"""Name of the group of compiled loops, see `kernels/cpu_compilation.py`."""
 
 _AMX_K, _AMX_N = 32, 64  # with AMX, K and N are padded to multiples of these numbers
 
@@ -72,6 +76,8 @@ class PackedLinearF32:
         if x.dim() != 2 or x.shape[1] != num_inputs or x.dtype != torch.float32:
             found = f"shape {list(x.shape)} and dtype {x.dtype}"
             raise ValueError(f"x has {found}: expected [T, {num_inputs}] float32")
+        if is_deferred(LOOPS):
+            return self._multiply_with_torch(x)
         by_tiles = has_amx() and (self.batch_invariant or num_rows >= MIN_AMX_ROWS)
         loops = _amx_kernels() if by_tiles else _simd_kernels()
         read, written, width = loops.padded_sizes(num_rows, self.num_outputs)
@@ -85,6 +91,11 @@ class PackedLinearF32:
             num_threads=1 if work < MIN_PARALLEL_MACS else torch.get_num_threads(),
         )  # fmt: skip
         return y[:num_rows, : self.num_outputs].contiguous()
+
+    def _multiply_with_torch(self, x: Tensor) -> Tensor:
+        panels = torch.from_numpy(self.panels).view(-1, self.depth, PANEL)[:, : self.num_inputs]
+        columns = torch.matmul(x, panels).transpose(0, 1).flatten(1)  # [T, P C]
+        return columns[:, : self.num_outputs] + torch.from_numpy(self.bias[: self.num_outputs])
 
 
 def pack_f32(weight: Tensor, bias: Tensor | None, batch_invariant: bool = False) -> PackedLinearF32:

@@ -10,10 +10,12 @@ from torch import Tensor
 
 from penstock.kernels.attention import cpu_plan
 from penstock.kernels.attention.op import paged_attention, plan_attention
+from penstock.kernels.cpu_common.cpu_features import has_avx2
 from penstock.kernels.cpu_common.deferred_loops import defer, finish, is_deferred
 from penstock.kernels.cpu_common.numba_runtime import has_numba
 from penstock.kernels.kv_cache import op as kv_cache
 from penstock.kernels.kv_cache.format import FORMATS, to_cache
+from penstock.kernels.linear import cpu_packed_f32
 from penstock.kernels.norm import op as norm
 from tests.support.batches import make_batch
 
@@ -89,3 +91,17 @@ def test_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with deferred(monkeypatch, cpu_plan.loops_name(form.dtype), cpu_plan, "_kernel"):
         found = paged_attention(query, layer, plan_attention(*batch, layer))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("num_rows", [1, 5, 40])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.skipif(not has_avx2(), reason="needs AVX2")
+def test_packed_linear(num_rows: int, has_bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, bias = random(101, 70), random(101) if has_bias else None
+    linear = cpu_packed_f32.pack_f32(weight, bias)
+    x = random(num_rows, 70)
+    for kernels in ("_simd_kernels", "_amx_kernels"):
+        with deferred(monkeypatch, cpu_packed_f32.LOOPS, cpu_packed_f32, kernels):
+            found = linear(x)
+        torch.testing.assert_close(found, torch.nn.functional.linear(x, weight, bias))
+        assert found.is_contiguous()
