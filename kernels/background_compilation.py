@@ -33,9 +33,9 @@ _MAX_ERROR_CHARS = 300
 class BackgroundLoader:
     """Defers groups of loops, and loads each group once a child process has compiled it.
 
-    The workers of a machine share the work: a worker starts a child only while a group is not
-    compiled, and no other process compiles it. If `MAX_FAILURES` children fail, a warning is
-    logged, and the groups that are not loaded stay deferred.
+    A worker starts a child only if some group is neither compiled nor being compiled by another
+    process, so the workers of a machine divide the work. If `MAX_FAILURES` children fail, a warning
+    is logged, and the groups that are not loaded stay deferred.
 
     Args:
         needs: needs of this worker.
@@ -57,13 +57,13 @@ class BackgroundLoader:
         defer(self._groups)
 
     def start(self) -> None:
-        """Start to load, in a background thread. Do nothing if no group is deferred."""
+        """Start the background thread that loads the groups; without groups, do nothing."""
         if self._groups:
             self._thread.start()
 
     def join(self) -> None:
-        """Wait until all groups are loaded, or until compiling has failed."""
-        if self._groups:
+        """Wait until the background thread has ended; return at once if it was not started."""
+        if self._thread.ident is not None:
             self._thread.join()
 
     def _run(self) -> None:

@@ -45,7 +45,7 @@ def main() -> int:
 
 
 def _exit_with_parent() -> None:
-    # not `sys.stdin.read`, which would hold a lock that Python needs to exit
+    # `sys.stdin.read` would hold a lock that the interpreter needs when it exits.
     os.read(sys.stdin.fileno(), 1)
     os._exit(PARENT_ENDED)
 

@@ -140,7 +140,7 @@ def is_compiled(folder: Path, name: str) -> bool:
     """Return whether the loops of a group are in the disk cache.
 
     Args:
-        folder: folder of the lock files.
+        folder: folder of the lock files, which also has the marks of compiled groups.
         name: name of the group.
     """
     return _mark(folder, name).exists()
@@ -177,7 +177,7 @@ def _installation() -> str:
 
 
 def _quantized_groups(products: Collection[Products]) -> list[KernelGroup]:
-    """Return the groups of products of float32 activations with quantized weights."""
+    """Return the groups of loops for products of float32 activations and quantized weights."""
     groups, cpu = [], torch.device("cpu")
     if "weight-only" in products and quantized_linear.supports_dequantizing(cpu, torch.float32):
         groups.append(KernelGroup("dequantizing", quantized_linear.load_cpu_kernels))

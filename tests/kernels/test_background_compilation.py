@@ -92,7 +92,7 @@ def test_group_is_used_while_the_child_still_compiles_others(machine: Machine) -
     os.mkfifo(resume)
     loader = machine.loader("first", f"open({str(resume)!r}).read()", "second")
     loader.start()
-    with resume.open("w"):  # waits until the child has compiled the first group
+    with resume.open("w"):  # blocks until the child reads, after the first group
         deadline = time.monotonic() + 60
         while is_deferred("first") and time.monotonic() < deadline:
             time.sleep(0.01)

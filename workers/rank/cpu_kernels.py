@@ -77,14 +77,14 @@ def load_cpu_kernels(
 
 
 def _products(scheme: WeightScheme) -> set[Products]:
-    """Return the kind of matrix products that a quantized checkpoint needs on the best CPUs."""
+    """Return the kind of products that a quantized checkpoint needs on the best CPUs."""
     if scheme.allows_int8_products:
         return {"int8"}
     return {"int4"} if has_int4_groups(scheme) else {"weight-only"}
 
 
 def _online_products(quantization: str) -> set[Products]:
-    """Return the kinds of matrix products of weights that are quantized while they are loaded."""
+    """Return the kinds of products that a value of `--quantization` needs."""
     if quantization == "int8":
         return {"int8"}
     if quantization == "int4":

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(not has_numba(), reason="numba is not installed"
 def deferred(
     monkeypatch: pytest.MonkeyPatch, name: str, module: Any, kernels: str
 ) -> Iterator[None]:
-    """Defer a group; within this context, the function `kernels` of the module must not run."""
+    """Defer a group in this context, and fail if the function `kernels` of the module is called."""
     defer([name])
     try:
         with monkeypatch.context() as patch:

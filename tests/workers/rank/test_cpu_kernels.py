@@ -1,4 +1,4 @@
-"""A worker loads some CPU kernels before it serves, and defers others until after the warm-up."""
+"""A worker loads required CPU kernels before the warm-up, and deferred kernels after it."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Stacks of experts in MXFP4 (gpt-oss): layout, logits, ranks, refusal of bad checkpoints."""
+"""Expert weights in MXFP4 (gpt-oss): layout, logits, several ranks, and bad checkpoints."""
 
 import json
 from pathlib import Path
