@@ -57,6 +57,13 @@ class MeasurementFailed(RuntimeError):
     """Raised if the measurement gave no valid result. The message gives the reason."""
 
 
+class NeverAllDecoding(MeasurementFailed):
+    """Raised if there was no time at which all requests were decoding."""
+
+    def __init__(self) -> None:
+        super().__init__("the requests never all decoded at the same time: request longer answers")
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Quantiles:
     """Median, 10th and 90th percentile of a set of values."""
@@ -91,15 +98,14 @@ def steady_rate(outcomes: Sequence[Outcome]) -> float:
     message.
 
     Raises:
-        MeasurementFailed: a request failed, or there is no such interval.
+        MeasurementFailed: a request failed.
+        NeverAllDecoding: there is no such interval.
     """
     checked(outcomes)
     begin = max(outcome.arrivals[:2][-1] for outcome in outcomes)
     end = min(outcome.arrivals[-1] for outcome in outcomes)
     if begin >= end:
-        raise MeasurementFailed(
-            "the requests never all decoded at the same time: request longer answers"
-        )
+        raise NeverAllDecoding
     tokens = sum(
         count
         for outcome in outcomes

@@ -138,7 +138,7 @@ def _path(threads: int) -> list[float]:
     requests = throughput.Requests(rounds=_ROUNDS)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         path, direct = runner.run(throughput.measure_rounds(Setup(threads=threads), requests))
-    return throughput.ratios(path.steady, direct.steady)
+    return throughput.ratios(path.decode_rates(), direct.decode_rates())
 
 
 def _product_flops() -> float:

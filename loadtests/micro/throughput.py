@@ -2,7 +2,7 @@
 
 `python -m penstock.loadtests.micro.throughput` alternately sends a batch of requests through
 `penstock serve`, and runs the same batch on an engine in this process. It measures the tokens per
-second while all requests decode.
+second of the whole batch, and those while all requests decode.
 """
 
 import dataclasses
@@ -16,7 +16,14 @@ from penstock.loadtests.bench.flags import option, read_flags
 from penstock.loadtests.bench.load import Load
 from penstock.loadtests.bench.metrics import Outcome
 from penstock.loadtests.bench.workload import Planned, Prompts, ordinary_tokens
-from penstock.loadtests.micro.ab_runner import Quantiles, Setup, run, steady_rate, whole_rate
+from penstock.loadtests.micro.ab_runner import (
+    NeverAllDecoding,
+    Quantiles,
+    Setup,
+    run,
+    steady_rate,
+    whole_rate,
+)
 from penstock.loadtests.micro.engine_client import EngineClient
 from penstock.loadtests.micro.server import serving
 
@@ -35,13 +42,28 @@ class Requests:
 class Rates:
     """Tokens per second of `penstock serve` or of the engine alone, one value per round."""
 
-    steady: list[float] = dataclasses.field(default_factory=list)  # rate while all requests decode
+    # Rate while all requests decode; None if there was no such time.
+    steady: list[float | None] = dataclasses.field(default_factory=list)
     # Rate of the whole run, including prefill.
     whole: list[float] = dataclasses.field(default_factory=list)
 
     def note(self, outcomes: Sequence[Outcome]) -> None:
-        self.steady.append(steady_rate(outcomes))
         self.whole.append(whole_rate(outcomes))
+        try:
+            self.steady.append(steady_rate(outcomes))
+        except NeverAllDecoding:
+            self.steady.append(None)
+
+    def decode_rates(self) -> list[float]:
+        """Return the rate of each round while all requests decoded.
+
+        Raises:
+            NeverAllDecoding: in some round, there was no such time.
+        """
+        rates = [rate for rate in self.steady if rate is not None]
+        if len(rates) < len(self.steady):
+            raise NeverAllDecoding
+        return rates
 
 
 async def measure_rounds(setup: Setup, requests: Requests) -> tuple[Rates, Rates]:
@@ -67,7 +89,7 @@ async def measure_rounds(setup: Setup, requests: Requests) -> tuple[Rates, Rates
 
 
 async def _measure(setup: Setup, requests: Requests) -> dict[str, Any]:
-    return _figures(*await measure_rounds(setup, requests))
+    return figures(*await measure_rounds(setup, requests))
 
 
 def _plan(requests: Requests, round_number: int) -> list[Planned]:
@@ -79,16 +101,21 @@ def _plan(requests: Requests, round_number: int) -> list[Planned]:
     ]
 
 
-def _figures(path: Rates, direct: Rates) -> dict[str, Any]:
-    """Print and return quantiles of the rates (tokens per second) and of their ratios."""
-    quantiles = {
-        "decode_ratio": Quantiles.of(ratios(path.steady, direct.steady)),
-        "decode_through_path": Quantiles.of(path.steady),
-        "decode_engine_alone": Quantiles.of(direct.steady),
-        "with_prefill_ratio": Quantiles.of(ratios(path.whole, direct.whole)),
-        "with_prefill_through_path": Quantiles.of(path.whole),
-        "with_prefill_engine_alone": Quantiles.of(direct.whole),
-    }
+def figures(path: Rates, direct: Rates) -> dict[str, Any]:
+    """Print and return quantiles of the rates (tokens per second) and of their ratios.
+
+    The decode rates are left out if, in some round, the requests never all decoded at once.
+    """
+    pairs = {"with_prefill": (path.whole, direct.whole)}
+    try:
+        pairs["decode"] = (path.decode_rates(), direct.decode_rates())
+    except NeverAllDecoding as error:
+        print(f"decode: not measured, because {error}")
+    quantiles = {}
+    for name, (through_path, engine_only) in pairs.items():
+        quantiles[f"{name}_ratio"] = Quantiles.of(ratios(through_path, engine_only))
+        quantiles[f"{name}_through_path"] = Quantiles.of(through_path)
+        quantiles[f"{name}_engine_alone"] = Quantiles.of(engine_only)
     for name, value in quantiles.items():
         print(f"{name.replace('_', ' ')}: {value}")
     return {name: dataclasses.asdict(value) for name, value in quantiles.items()}
