@@ -110,7 +110,7 @@ class RaySession:
             ray.init(address=self._address, log_to_driver=False, logging_level=logging.ERROR)
 
     def is_alive(self) -> bool:
-        """Return whether the vital processes of a local Ray run: its GCS server and its raylet.
+        """Return whether the GCS server and the raylet of a local Ray are running.
 
         For a connection to a running Ray cluster, the result is always True.
         """

@@ -250,6 +250,6 @@ def _count(phases: Collection[Phase], *counted: Phase) -> int:
 def _takes_prompts(pool: str, phases: Phases) -> bool:
     """Return True if arriving prompt tokens count as load of `pool`.
 
-    This is the prefill pool, or the mixed pool of a cluster without a prefill pool.
+    They count as load of the prefill pool, or of the mixed pool if there is no prefill pool.
     """
     return pool == "prefill" or (pool == "mixed" and "prefill" not in phases)

@@ -326,7 +326,7 @@ def _check_token_lists(params: SamplingParams, limits: SamplingLimits, vocab_siz
 
 
 def _check_token_choice(params: SamplingParams, limits: SamplingLimits, vocab_size: int) -> None:
-    """Check that bad words and allowed tokens are valid, and do not exclude all tokens together."""
+    """Check that bad words and allowed tokens are valid, and together leave at least one token."""
     words, most = params.bad_words_token_ids, limits.max_bad_word_tokens
     # The list has one or two token sequences for each bad word.
     _check_size("bad_words", len(words), 2 * limits.max_bad_words, "token sequences")

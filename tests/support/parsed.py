@@ -69,7 +69,7 @@ def in_tokens(text: str, tokenizer: Tokenizer) -> Iterator[str]:
     encoded = tokenizer.encode(text, add_special_tokens=False)
     at = 0
     for _, end in encoded.offsets:
-        if end > at:  # a token may complete no character
+        if end > at:  # some tokens do not complete a character
             yield decoder.decode(text[at:end].encode())
             at = end
     yield text[at:]

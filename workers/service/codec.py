@@ -119,17 +119,17 @@ def _answers(submit: wire.Submit, params: SamplingParams) -> dict[int, list[int]
     if params.use_beam_search:
         if submit.log:
             raise BadSubmit(
-                f"a beam search begins at its prompt, but the log of the request has "
+                f"a beam search cannot continue an answer, but the token log of the request has "
                 f"{len(submit.log)} entries: expected none"
             )
         return {beam: [] for beam in range(params.num_sequences)}
     answers: dict[int, list[int]] = {choice: [] for choice in range(params.n)}
     if len({entry.choice for entry in submit.log}) < len(submit.log):
-        raise BadSubmit("the log of the request has several entries for one choice: expected one")
+        raise BadSubmit("the token log has several entries for one choice: expected one")
     unknown = [entry.choice for entry in submit.log if entry.choice not in answers]
     if unknown:
         raise BadSubmit(
-            f"the log of the request has choice {unknown[0]}: expected 0 to {params.n - 1}"
+            f"the token log of the request has choice {unknown[0]}: expected 0 to {params.n - 1}"
         )
     for entry in submit.log:
         answers[entry.choice] = list(entry.tokens)

@@ -69,7 +69,8 @@ def test_activations_have_the_codes_and_scales_of_the_reference(
     size = group_size(inputs, has_groups)
     with poisoned_memory():
         codes, scales = quantize_activations(x.to(device), form, size)
-    # The reference runs on the CPU: a GPU divides by a number with the reciprocal.
+    # The reference runs on the CPU, because torch divides by a number differently on a GPU: it
+    # multiplies by the reciprocal of the number.
     expected, expected_scales = quantize_activations_reference(x, form, size)
     assert codes.dtype == expected.dtype
     assert torch.equal(scales.cpu(), expected_scales)

@@ -510,7 +510,10 @@ async def test_beam_search_is_sent_in_one_step_at_its_end(router: AttachedRouter
         ),
         ({"params": search_params(4, length_penalty=5.5)}, "length_penalty must be"),
         ({"params": search_params(4, early_stopping=7)}, "early_stopping must be"),
-        ({"params": search_params(2), "log": [wire.ChoiceLog(tokens=[3])]}, "begins at its prompt"),
+        (
+            {"params": search_params(2), "log": [wire.ChoiceLog(tokens=[3])]},
+            "cannot continue an answer",
+        ),
     ],
 )
 async def test_request_that_can_never_run_is_rejected_with_a_reason(
