@@ -1,6 +1,7 @@
 """The fixture of all router tests finds callbacks that hold the event loop."""
 
 import asyncio
+import ctypes
 import gc
 import time
 from collections.abc import Callable
@@ -43,4 +44,19 @@ async def test_coroutines_of_the_tests_are_not_counted() -> None:
     times = CallbackTimes(0.005)
     with times.measuring():
         await asyncio.create_task(compute_in_task())
+    assert times.slow == []
+
+
+async def test_memory_that_was_freed_before_is_not_counted() -> None:
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype = ctypes.c_void_p
+    blocks = [ctypes.c_void_p(libc.malloc(65_000)) for _ in range(2_000)]
+    for block in blocks:
+        libc.memset(block, 1, 65_000)
+    last = ctypes.c_void_p(libc.malloc(65_000))  # as long as it exists, the heap cannot shrink
+    for block in blocks:
+        libc.free(block)
+    times = CallbackTimes(0.005)
+    with times.measuring():
+        await run_callbacks(lambda: libc.free(last))
     assert times.slow == []
