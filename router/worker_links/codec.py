@@ -170,16 +170,20 @@ def encode_submit(command: ev.Submit) -> pb.ToWorker:
     contain the priority either, because priorities only order requests in the router's queue.
     """
     request = command.request
-    submit = pb.Submit(
-        request=request.id,
-        attempt=command.attempt,
-        prompt=request.prompt,
-        params=encode_sampling_params(request.params),
-        yield_after=command.yield_after,
-        salt=request.salt,
-        request_id=request.external_id,
-        prompt_known=command.prompt_known,
+    # `ToWorker(submit=Submit(...))` would copy all tokens once more.
+    message = pb.ToWorker(
+        submit={
+            "request": request.id,
+            "attempt": command.attempt,
+            "prompt": request.prompt,
+            "params": encode_sampling_params(request.params),
+            "yield_after": command.yield_after,
+            "salt": request.salt,
+            "request_id": request.external_id,
+            "prompt_known": command.prompt_known,
+        }
     )
+    submit = message.submit
     for choice, (tokens, finished) in enumerate(zip(command.log, command.finished, strict=True)):
         if tokens or finished:
             submit.log.add(choice=choice, tokens=tokens, finished=finished)
@@ -190,7 +194,7 @@ def encode_submit(command: ev.Submit) -> pb.ToWorker:
         submit.source.attempt = source.attempt
         submit.source.kv_len = source.kv_len
         submit.source.layout = source.layout
-    return pb.ToWorker(submit=submit)
+    return message
 
 
 def _encode_yield(command: ev.Yield) -> pb.ToWorker:
