@@ -32,7 +32,7 @@ from penstock.router.api.grpc_check import (
     check_tokens,
     job_items,
 )
-from penstock.router.api.grpc_codec import sampling_params, to_generation_request
+from penstock.router.api.grpc_codec import resume_states, sampling_params, to_generation_request
 from penstock.router.api.grpc_reflection import reflection_handlers
 from penstock.router.api.grpc_replies import ReplyStream
 from penstock.router.config import RouterConfig
@@ -143,8 +143,9 @@ class InferenceApi:
             limited = self._parsers.thinking_budget(budget, prompt)
             sampling = replace(sampling, thinking_budget=limited)
         default = self._frontend.defaults.default_max_tokens()
+        resumed = await resume_states(request.resume_from)
         generation_request = to_generation_request(
-            request, prompt, sampling, default, context.time_remaining(), tenant
+            request, prompt, sampling, default, context.time_remaining(), tenant, resumed
         )
         answers = await self._frontend.submit([generation_request])
         try:

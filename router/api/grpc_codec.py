@@ -19,6 +19,7 @@ from penstock.router.requests.request import (
     safe_request_id,
 )
 from penstock.router.requests.response_stream import Delta
+from penstock.router.requests.slices import Slices
 
 PROMPT_TOKENS_PER_REPLY = 128
 
@@ -107,8 +108,12 @@ def to_generation_request(
     default_max_tokens: int | None,
     time_left: float | None,
     tenant: str,
+    resume_from: Mapping[int, ResumeState],
 ) -> GenerationRequest:
-    """Decode a `GenerateRequest`; `time_left` is the time to the call's deadline in seconds."""
+    """Decode a `GenerateRequest` whose resumed answers are already decoded.
+
+    `time_left` is the time to the call's deadline in seconds.
+    """
     bounds = [] if time_left is None else [max(time_left, 0.001)]
     if request.timeout_seconds:
         check_timeout(request.timeout_seconds)
@@ -121,7 +126,7 @@ def to_generation_request(
         tenant=tenant,
         priority=request.priority,
         request_id=safe_request_id(request.request_id) or f"gen-{time.time_ns():x}",
-        resume_from=_resume_states(request.resume_from),
+        resume_from=resume_from,
         cache_salt=request.cache_salt,
         prompt_copies=int(
             request.echo_prompt_tokens or request.sampling.HasField("prompt_logprobs")
@@ -129,7 +134,9 @@ def to_generation_request(
     )
 
 
-def _resume_states(entries: Sequence[pb.ResumeState]) -> dict[int, ResumeState]:
+async def resume_states(entries: Sequence[pb.ResumeState]) -> dict[int, ResumeState]:
+    """Decode the resumed answers of a request, by choice; refuse two answers of one choice."""
+    slices = Slices()
     known = dict[int, ResumeState]()
     for each in entries:
         if each.choice in known:
@@ -139,6 +146,7 @@ def _resume_states(entries: Sequence[pb.ResumeState]) -> dict[int, ResumeState]:
                 "resume_from",
             )
         known[each.choice] = ResumeState(each.tokens[:], each.finish_reason)
+        await slices.pause()
     return known
 
 

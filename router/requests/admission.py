@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from penstock.common.sampling_params import SamplingParams
+from penstock.common.text.detokenizer import IncrementalDetokenizer
 from penstock.common.text.tokenizer import ModelTokenizer
 from penstock.router.config import RequestBounds, RouterConfig
 from penstock.router.requests.best_of import BestOfRanker
@@ -98,10 +99,13 @@ class RequestAdmission:
         now: float,
         slices: Slices,
     ) -> tuple[ev.Request, RequestOutput]:
-        check_resume_state(generation, params, model)
+        await check_resume_state(generation, params, model, slices)
         timeout, num_choices = self._timeout(generation), params.num_generated
         options = stop_options(params, generation.shown_tokens)
-        texts = [self._tokenizer.detokenizer(options) for _ in range(num_choices)]
+        texts: list[IncrementalDetokenizer] = []
+        for _ in range(num_choices):
+            texts.append(self._tokenizer.detokenizer(options))
+            await slices.pause()
         past = await resume(generation, params, model, texts, slices)
         await slices.pause()
         number = next(self._request_ids)

@@ -28,8 +28,8 @@ class FinishedChoice:
     stop: str | int | None = None  # the client's stop string or stop token that ended the choice
 
 
-def check_resume_state(
-    request: GenerationRequest, params: SamplingParams, model: ModelLimits
+async def check_resume_state(
+    request: GenerationRequest, params: SamplingParams, model: ModelLimits, slices: Slices
 ) -> None:
     """Refuse resume states that an earlier call with these parameters cannot have produced.
 
@@ -66,6 +66,7 @@ def check_resume_state(
                 "resume_from",
             )
         check_vocabulary(known.tokens, model, "resume_from")
+        await slices.pause()
     is_begun = any(known.tokens for known in request.resume_from.values())
     if is_begun and sampling.temperature > 0 and sampling.seed is None:
         raise invalid(

@@ -41,10 +41,10 @@ def params_of(request_: GenerationRequest) -> SamplingParams:
 def resumed(
     request_: GenerationRequest, options: StopOptions
 ) -> tuple[list[IncrementalDetokenizer], list[FinishedChoice | None]]:
-    params = params_of(request_)
-    check_resume_state(request_, params, MODEL)
+    params, slices = params_of(request_), Slices()
+    asyncio.run(check_resume_state(request_, params, MODEL, slices))
     texts = [IncrementalDetokenizer(PIECES, options) for _ in range(params.n)]
-    return texts, asyncio.run(resume(request_, params, MODEL, texts, Slices()))
+    return texts, asyncio.run(resume(request_, params, MODEL, texts, slices))
 
 
 def request_of(tokens: list[int], finish: str = "", **sampling: object) -> GenerationRequest:
@@ -171,4 +171,4 @@ def test_seed_is_required_only_for_tokens_that_were_sampled() -> None:
         request_of([], temperature=0.5),
         request_of([7]),
     ):
-        check_resume_state(request_, params_of(request_), MODEL)
+        asyncio.run(check_resume_state(request_, params_of(request_), MODEL, Slices()))
