@@ -208,6 +208,15 @@ class ResponseStream:
         self._unread.clear()
         self._num_unread = 0
 
+    def free_prompt_logprobs(self, max_tokens: int) -> bool:
+        """Free the logprobs of up to `max_tokens` prompt tokens; return whether any are left."""
+        if self.prompt_logprobs:
+            index, logprobs = self.prompt_logprobs.popitem()
+            del logprobs[-max_tokens:]
+            if logprobs:
+                self.prompt_logprobs[index] = logprobs
+        return bool(self.prompt_logprobs)
+
     def close(self) -> None:
         """End the call and cancel all open requests."""
         self.fail(ClientDisconnectedError())

@@ -2,6 +2,7 @@ import asyncio
 
 import pytest
 
+from penstock.protos.worker_pb2 import TokenLogprobs
 from penstock.router.errors import Code, ServingError
 from penstock.router.requests.response_stream import (
     AnswerBuilder,
@@ -50,6 +51,18 @@ def test_logprobs_are_freed_in_parts_from_the_built_answer_too() -> None:
         parts += 1
         assert len(answer.logprobs) == 7 - 2 * parts
     assert (parts, len(answer.logprobs), len(answer.tokens)) == (3, 0, 7)
+
+
+async def test_prompt_logprobs_are_freed_in_parts() -> None:
+    stream = ResponseStream(100, lambda numbers: None)
+    first, second = [TokenLogprobs()] * 3, [TokenLogprobs()] * 4
+    stream.prompt_logprobs.update({0: first, 1: second})
+    left = []
+    while stream.free_prompt_logprobs(2):
+        left.append((len(first), len(second)))
+    assert left == [(3, 2), (3, 0), (1, 0)]
+    assert stream.prompt_logprobs == {}
+    assert not stream.free_prompt_logprobs(2)
 
 
 async def test_unread_deltas_are_delivered_before_an_error() -> None:
