@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-from penstock.cluster.placement.placement import WorkerPlacement
+from penstock.cluster.placement.placement_plan import WorkerPlacement
 from penstock.cluster.spec.spec import ClusterSpec, PoolSpec
 from penstock.common.api_key import ApiKey
 from penstock.common.block_hash import new_hash_key

@@ -20,7 +20,7 @@ import ray._private.services as ray_services
 import ray._private.state as ray_state
 import ray._private.worker as ray_worker
 
-from penstock.cluster.placement.placement import Node
+from penstock.cluster.placement.placement_plan import Node
 from penstock.cluster.processes.environment import child_environment
 from penstock.cluster.processes.process_tree import DescendantTracker, is_alive
 from penstock.workers.rank.core_sharing import marks_path, remove_unused_marks

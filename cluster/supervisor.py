@@ -15,7 +15,11 @@ from penstock.cluster.autoscaling.autoscaler_adapter import (
 )
 from penstock.cluster.autoscaling.pool_changes import Phase
 from penstock.cluster.configs import ClusterSecrets, router_config, worker_config
-from penstock.cluster.placement.placement import WorkerPlacement, describe_locality, plan_placements
+from penstock.cluster.placement.placement_plan import (
+    WorkerPlacement,
+    describe_locality,
+    plan_placements,
+)
 from penstock.cluster.pools.managed_router import ManagedRouter
 from penstock.cluster.pools.managed_worker import ManagedWorker
 from penstock.cluster.pools.router_set import RouterSet

@@ -71,7 +71,7 @@ DECIDING = {
         "penstock.cluster.spec.labels",
         "penstock.cluster.spec.spec",
     },
-    "penstock.cluster.placement.placement": {
+    "penstock.cluster.placement.placement_plan": {
         *(
             "penstock.cluster.spec.labels",
             "penstock.cluster.placement.packing",
@@ -267,7 +267,7 @@ def test_no_code_is_loaded_from_data() -> None:
         ("penstock.router.routing.dispatcher", ("torch", "ray", "grpc")),
         ("penstock.workers.models.spec", ("torch", "ray", "numpy")),
         ("penstock.cluster.supervisor", ("torch",)),
-        ("penstock.cluster.placement.placement", ("torch", "ray")),
+        ("penstock.cluster.placement.placement_plan", ("torch", "ray")),
         ("penstock.cli", ("torch", "ray", "grpc", "rich", "yaml")),
         ("penstock.cli.serve", ("torch", "ray", "grpc", "huggingface_hub")),
         ("penstock.cli.chat", ("torch", "ray")),

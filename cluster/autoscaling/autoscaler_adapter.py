@@ -22,7 +22,7 @@ from penstock.cluster.autoscaling.autoscaler import (
 )
 from penstock.cluster.autoscaling.cold_start import ColdStartTimes
 from penstock.cluster.autoscaling.pool_changes import Phase
-from penstock.cluster.placement.placement import Node, PlacementError, WorkerPlacement
+from penstock.cluster.placement.placement_plan import Node, PlacementError, WorkerPlacement
 from penstock.cluster.spec.spec import ROLES, ClusterSpec
 from penstock.router.observability import snapshot
 

@@ -9,7 +9,7 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 
-from penstock.cluster.placement.placement import (
+from penstock.cluster.placement.placement_plan import (
     PlacementError,
     WorkerPlacement,
     describe_free,

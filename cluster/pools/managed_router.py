@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import ray
 
-from penstock.cluster.placement.placement import ROUTER_CPUS
+from penstock.cluster.placement.placement_plan import ROUTER_CPUS
 from penstock.cluster.processes.actor_handle import ActorHandle
 from penstock.cluster.processes.actors import NO_RAY_RESTARTS, RouterActor
 from penstock.cluster.status.status_events import ProcessEvent, Report, RoleAssigned, Stuck

@@ -7,8 +7,8 @@ from typing import Protocol
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from penstock.cluster.placement.placement import WorkerPlacement
 from penstock.cluster.placement.placement_group import Reservation
+from penstock.cluster.placement.placement_plan import WorkerPlacement
 from penstock.cluster.processes.actor_handle import ActorHandle
 from penstock.cluster.processes.actors import NO_RAY_RESTARTS, WorkerActor
 from penstock.cluster.processes.rank_group import RankGroup

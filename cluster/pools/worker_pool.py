@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from penstock.cluster.autoscaling.pool_changes import Phase, plan_changes
-from penstock.cluster.placement.placement import WorkerPlacement
+from penstock.cluster.placement.placement_plan import WorkerPlacement
 from penstock.cluster.processes.actor_handle import StartFailed
 from penstock.cluster.processes.backoff import GiveUpBackoff
 from penstock.cluster.processes.restart_loop import Managed, keep_alive

@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 
 from penstock.cli.checkpoint import SHIPPED
-from penstock.cluster.placement.placement import PlacementError
+from penstock.cluster.placement.placement_plan import PlacementError
 from penstock.cluster.ray_session import RayFailed, RaySession
 from penstock.cluster.spec.router_spec import RouterSpec
 from penstock.cluster.spec.spec import (

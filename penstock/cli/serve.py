@@ -183,7 +183,7 @@ def serve(spec: ClusterSpec, folder: Path, view: View, api_keys: Sequence[ApiKey
     interrupts = Interrupts()
     interrupts.install()
     # Importing Ray takes a second, so errors about arguments are reported before this import.
-    from penstock.cluster.placement.placement import PlacementError
+    from penstock.cluster.placement.placement_plan import PlacementError
     from penstock.cluster.processes.actor_handle import StartFailed
     from penstock.cluster.ray_session import RayFailed, RaySession
     from penstock.cluster.supervisor import Supervisor

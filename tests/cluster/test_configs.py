@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from penstock.cluster.configs import ClusterSecrets, router_config, worker_config
-from penstock.cluster.placement.placement import Node, plan_placements
+from penstock.cluster.placement.placement_plan import Node, plan_placements
 from penstock.cluster.spec.spec import parse
 
 

@@ -11,7 +11,7 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
-from penstock.cluster.placement.placement import (
+from penstock.cluster.placement.placement_plan import (
     Node,
     PlacementError,
     WorkerPlacement,

@@ -14,7 +14,7 @@ pytest.importorskip("helm_python", reason="Helm's engine is in the dependency gr
 
 from penstock.cli import fetch, flags
 from penstock.cluster.kubernetes import node_drain, readiness_probe
-from penstock.cluster.placement.placement import plan_placements
+from penstock.cluster.placement.placement_plan import plan_placements
 from penstock.cluster.spec.api_keys import read_api_keys
 from penstock.cluster.spec.records import knobs
 from penstock.cluster.spec.spec import ROLES, ClusterSpec, EngineSpec, ModelSpec, PoolSpec, parse

@@ -24,7 +24,7 @@ from penstock.cluster.autoscaling.autoscaler_adapter import (
     worker_load,
 )
 from penstock.cluster.autoscaling.pool_changes import Phase
-from penstock.cluster.placement.placement import Node, PlacementError, plan_placements
+from penstock.cluster.placement.placement_plan import Node, PlacementError, plan_placements
 from penstock.cluster.spec.spec import ROLES, ClusterSpec, EngineSpec, Pools, PoolSpec, ScalingSpec
 from penstock.common.worker_load import WorkerLoad
 from penstock.router.observability.role_registry import Assignment

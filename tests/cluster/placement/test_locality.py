@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.cluster.placement.placement import (
+from penstock.cluster.placement.placement_plan import (
     ROUTER_CPUS,
     Node,
     PlacementError,

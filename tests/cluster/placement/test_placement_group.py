@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from penstock.cluster.placement import placement_group
-from penstock.cluster.placement.placement import PlacementError, WorkerPlacement
 from penstock.cluster.placement.placement_group import Reservation
+from penstock.cluster.placement.placement_plan import PlacementError, WorkerPlacement
 from penstock.cluster.status.status_events import Progress, StatusEvent
 
 ZONE = "ray.io/availability-zone"

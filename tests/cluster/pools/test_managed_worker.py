@@ -7,8 +7,8 @@ from typing import cast
 
 import pytest
 
-from penstock.cluster.placement.placement import WorkerPlacement
 from penstock.cluster.placement.placement_group import Reservation
+from penstock.cluster.placement.placement_plan import WorkerPlacement
 from penstock.cluster.pools import managed_worker
 from penstock.cluster.pools.managed_router import ManagedRouter
 from penstock.cluster.pools.managed_worker import ManagedWorker

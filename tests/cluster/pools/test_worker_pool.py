@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.cluster.autoscaling.pool_changes import Phase
-from penstock.cluster.placement.placement import WorkerPlacement
+from penstock.cluster.placement.placement_plan import WorkerPlacement
 from penstock.cluster.pools.worker_pool import WorkerPool
 from penstock.cluster.processes.actor_handle import StartFailed
 from penstock.cluster.status.status_events import Progress, StatusEvent

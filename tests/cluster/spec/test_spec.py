@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.cluster.configs import ClusterSecrets, router_config, worker_config
-from penstock.cluster.placement.placement import Node, plan_placements
+from penstock.cluster.placement.placement_plan import Node, plan_placements
 from penstock.cluster.spec.records import SpecError, knobs, merged, records_of
 from penstock.cluster.spec.spec import (
     BUNDLED,

@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from penstock.cluster.placement.packing import MIN_CPUS
-from penstock.cluster.placement.placement import (
+from penstock.cluster.placement.placement_plan import (
     ROUTER_CPUS,
     Node,
     PlacementError,
