@@ -51,7 +51,7 @@ class StructuredOutputs:
     def validate(self) -> None:
         """Check the kind and the size of the constraint.
 
-        `penstock.common.grammar.compiler` checks the text itself.
+        `penstock.common.grammar.grammar_text` checks the text itself.
 
         Raises:
             InvalidParameterError: the kind is unknown, or the text is empty or too long.

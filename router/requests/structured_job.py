@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 
-from penstock.common.grammar.compiler import check_structured_outputs
+from penstock.common.grammar.grammar_text import check_structured_outputs
 from penstock.common.invalid_parameter import InvalidParameterError
 from penstock.common.structured_outputs import StructuredOutputs
 from penstock.router.errors import invalid

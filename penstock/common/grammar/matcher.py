@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
-from penstock.common.grammar.compiler import grammar_text, parser_limits, refusal
+from penstock.common.grammar.grammar_text import grammar_text, parser_limits, refusal
 from penstock.common.grammar.grammar_tokens import GrammarTokens
 from penstock.common.structured_outputs import StructuredOutputs, invalid
 from penstock.common.text.tokenizer import ModelTokenizer

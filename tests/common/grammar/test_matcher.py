@@ -11,7 +11,7 @@ from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from tokenizers import AddedToken
 
 from penstock.common.grammar.cache import MAX_BYTES, GrammarCache
-from penstock.common.grammar.compiler import grammar_text
+from penstock.common.grammar.grammar_text import grammar_text
 from penstock.common.grammar.matcher import (
     CompiledGrammar,
     GrammarVocabulary,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.common.argument_notation import ArgumentNotation
-from penstock.common.grammar.compiler import check_structured_outputs, grammar_text
+from penstock.common.grammar.grammar_text import check_structured_outputs, grammar_text
 from penstock.common.invalid_parameter import InvalidParameterError
 from penstock.common.structured_outputs import StructuredOutputs
 

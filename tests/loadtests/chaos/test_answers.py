@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.common.grammar.compiler import check_structured_outputs
+from penstock.common.grammar.grammar_text import check_structured_outputs
 from penstock.common.structured_outputs import StructuredOutputs
 from penstock.loadtests.chaos.answers import Divergence, Stream, compare, near_tie
 from penstock.loadtests.chaos.request_mix import (

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.common.grammar.compiler import grammar_text
+from penstock.common.grammar.grammar_text import grammar_text
 from penstock.router.errors import ServingError
 from penstock.router.parsers.parser_names import REASONING_TAGS, TOOL_PARSERS
 from penstock.router.parsers.pieces import CALL

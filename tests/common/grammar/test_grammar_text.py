@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from penstock.common.grammar.compiler import MAX_CHOICES, check_structured_outputs
+from penstock.common.grammar.grammar_text import MAX_CHOICES, check_structured_outputs
 from penstock.common.invalid_parameter import InvalidParameterError
 from penstock.common.structured_outputs import StructuredOutputs, choice, json_schema
 
