@@ -70,7 +70,7 @@ class RankGroup:
         self._leader.declare_dead(reason)
 
     async def drain(self, seconds: float) -> None:
-        """Drain rank 0, which serves the requests. Wait for little more than `seconds`."""
+        """Drain rank 0, which serves the requests. Wait at most slightly longer than `seconds`."""
         await self._leader.drain(seconds)
 
     async def stop(self) -> None:

@@ -42,7 +42,7 @@ def packing_of(kind: int) -> Packing:
 
 
 def code_value(builder, kind: int, word, position: int, zeros: dict[int, Any], table):
-    """Emit, as float32, the value of the code with index `position` in each unit, without scale.
+    """Emit the unscaled float32 value of one code of each unit: the code with index `position`.
 
     This is the code minus its zero point, the value in a table, or (for FP8) the value / 2^8.
     """

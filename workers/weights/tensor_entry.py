@@ -41,7 +41,7 @@ class TensorEntry(ABC):
 
     @abstractmethod
     def bytes_of(self, num_items: int) -> int:
-        """Return the number of bytes in the file of `num_items` items of a loadable dtype."""
+        """Return how many bytes `num_items` items of a loadable dtype take up in the file."""
 
     @abstractmethod
     def load(

@@ -75,9 +75,9 @@ def refusal(wanted: StructuredOutputs, message: str) -> InvalidParameterError:
 
 
 def _quoted_path(wanted: StructuredOutputs, problem: str) -> str:
-    """Return the path in the schema of the keyword that an error message quotes.
+    """Return the place in the schema of the keyword that an error message quotes.
 
-    Return "" if the schema does not contain this keyword.
+    For tools, the place begins with the function. It is "" if no schema has this keyword.
     """
     if wanted.kind == "json":
         return first_path(wanted.text, problem)
@@ -85,7 +85,7 @@ def _quoted_path(wanted: StructuredOutputs, problem: str) -> str:
         content = json.loads(wanted.text)
         for name, schema in zip(content["names"], content["arguments"], strict=True):
             if schema is not None and (path := first_path(json.dumps(schema), problem)):
-                return f"{path} of {name}"
+                return f": function {name},{path}"
     return ""
 
 
@@ -150,7 +150,7 @@ def _tool_calls(text: str) -> str:
         except UnsupportedSchemaError as error:
             name = content["names"][index]
             raise invalid(
-                f"cannot compile this {NAMES['tool_calls']} at {error.path} of {name}: "
+                f"cannot compile this {NAMES['tool_calls']}: function {name}, at {error.path}: "
                 f"{error.problem}"
             ) from error
         except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""Calls of answers that a grammar forces to be calls, because of the client's `tool_choice`."""
+"""Parsers of answers that must be tool calls, because the client's `tool_choice` requires it."""
 
 from penstock.router.parsers.pieces import ARGUMENTS, CALL, Piece
 from penstock.router.parsers.tools.json_reader import JsonListReader

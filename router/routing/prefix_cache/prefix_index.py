@@ -158,7 +158,7 @@ class PrefixIndex:
         return levels
 
     def _link_loose(self, hashes: Sequence[int], levels: Sequence[tuple[int, Workers]]) -> bool:
-        """Move loose blocks that continue the prompt into the tree; return whether any moved."""
+        """Add loose blocks that continue the prompt to the tree; return whether there were any."""
         loose, is_changed = self._loose.workers, False
         first = loose.get(hashes[0], 0) if hashes else 0
         starts = [(0, first)] if first else []

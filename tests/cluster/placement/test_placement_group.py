@@ -19,7 +19,10 @@ ANYWHERE: dict[str, str] = {}
 
 
 class FakeRay:
-    """A fake Ray. It places a group at check number `looks`, unless `full` has its selector."""
+    """A fake Ray.
+
+    A group counts as placed from the `looks`-th check on, but never if its selector is in `full`.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, looks: int = 1) -> None:
         self.looks = looks

@@ -233,7 +233,7 @@ def test_a_bfloat16_cache_is_computed_in_float32(
         with forced_form(reads_in_place, max_in_place):
             plans = [plan_attention(*batch, x, window, one_path) for x in (narrow, narrow.float())]
         found = paged_attention(query, narrow, plans[0], scores)
-        if one_path:  # on other paths, torch's kernels may give other bits for other strides
+        if one_path:  # otherwise, the bits of torch's kernels may depend on the strides
             wide = paged_attention(query, narrow.float(), plans[1], scores)
             assert torch.equal(found, wide)
         torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-5)

@@ -179,5 +179,5 @@ def test_refusal_of_a_schema_names_the_keyword(tmp_path: Path) -> None:
     function = {"name": "add", "strict": True, "parameters": {"type": "object", "not": {}}}
     form = model.parsers.strict_form([5], strict_calls([function]))
     assert grammar_text(form)
-    with pytest.raises(Exception, match=r"schema of strict tools at /not of add: .*not"):
+    with pytest.raises(Exception, match=r"schema of strict tools: function add, at /not: .*not"):
         model.vocabulary.compile(form)
