@@ -1,10 +1,10 @@
 """The operators' HTTP port: state, metrics, roles, drain, and explanations of requests."""
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict
 
-from prometheus_client import CollectorRegistry, Metric
+from prometheus_client import Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from starlette.applications import Starlette
@@ -30,6 +30,7 @@ from penstock.router.observability.event_log import log_drain
 from penstock.router.observability.prometheus import all_metrics
 from penstock.router.observability.prometheus_vllm import vllm_metrics
 from penstock.router.observability.snapshot import ClusterState, WorkerStats
+from penstock.router.requests.slices import Slices
 from penstock.router.routing import events as ev
 
 ROLES = {"/metrics": READERS, "/status": READERS, "/steps": READERS}
@@ -48,25 +49,17 @@ def accepts_openmetrics(accept: str) -> bool:
     return False
 
 
-class SnapshotCollector(Collector):
-    """A collector that makes the metrics anew at each scrape, so that removed workers have none."""
+class OneMetric(Collector):
+    """A collector of one metric, because the encoders of prometheus_client take collectors."""
 
-    def __init__(self, frontend: Frontend) -> None:
-        self._frontend = frontend
+    def __init__(self, metric: Metric) -> None:
+        self._metric = metric
 
-    def describe(self) -> Iterable[Metric]:
-        # Returning no metrics here keeps the registration from taking a snapshot of the cluster.
-        return ()
+    def collect(self) -> Iterable[Metric]:
+        return (self._metric,)
 
-    def collect(self) -> Iterator[Metric]:
-        state, tally, config = (
-            self._frontend.take_snapshot(),
-            self._frontend.metrics,
-            self._frontend.config,
-        )
-        yield from all_metrics(state, tally)
-        if config.vllm_metrics:
-            yield from vllm_metrics(config.name, state, tally)
+
+END_OF_OPENMETRICS = b"# EOF\n"
 
 
 MAX_ADMIN_BYTES = 4096
@@ -103,8 +96,6 @@ class AdminApi:
 
     def __init__(self, frontend: Frontend) -> None:
         self._frontend = frontend
-        self._registry = CollectorRegistry()
-        self._registry.register(SnapshotCollector(frontend))
 
     async def metrics(self, request: Request) -> Response:
         """Return the metrics: OpenMetrics if the Accept header names it, else Prometheus text."""
@@ -112,7 +103,23 @@ class AdminApi:
         # a version that is not a number.
         accepts = accepts_openmetrics(request.headers.get("accept", ""))
         encode, content_type = choose_encoder(OPENMETRICS if accepts else "")
-        return Response(encode(self._registry), headers={"content-type": content_type})
+        slices = Slices()
+        texts: list[bytes] = []
+        for metric in self._collect():
+            texts.append(encode(OneMetric(metric)).removesuffix(END_OF_OPENMETRICS))
+            await slices.pause()
+        if accepts:
+            texts.append(END_OF_OPENMETRICS)
+        return Response(b"".join(texts), headers={"content-type": content_type})
+
+    def _collect(self) -> list[Metric]:
+        """Make all metrics of the present state; workers that were removed have none."""
+        frontend = self._frontend
+        state, tally = frontend.take_snapshot(), frontend.metrics
+        metrics = list(all_metrics(state, tally))
+        if frontend.config.vllm_metrics:
+            metrics += vllm_metrics(frontend.config.name, state, tally)
+        return metrics
 
     async def status(self, request: Request) -> Response:
         """Return the state of the cluster as JSON."""
