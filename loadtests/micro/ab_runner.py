@@ -58,7 +58,7 @@ class MeasurementFailed(RuntimeError):
 
 
 class NeverAllDecoding(MeasurementFailed):
-    """Raised if there was no time at which all requests were decoding."""
+    """Raised if the requests never all decoded at the same time."""
 
     def __init__(self) -> None:
         super().__init__("the requests never all decoded at the same time: request longer answers")

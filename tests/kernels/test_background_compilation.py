@@ -27,7 +27,7 @@ NAMES = ("first", "second")
 
 
 class Machine:
-    """A folder with marks and locks, and groups that record in which order they are loaded."""
+    """A folder for marks and locks, and groups that record the order in which they are loaded."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

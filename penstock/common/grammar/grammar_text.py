@@ -75,9 +75,9 @@ def refusal(wanted: StructuredOutputs, message: str) -> InvalidParameterError:
 
 
 def _quoted_path(wanted: StructuredOutputs, problem: str) -> str:
-    """Return the place in the schema of the keyword that an error message quotes.
+    """Return the location in the schema of the keyword that an error message quotes.
 
-    For tools, the place begins with the function. It is "" if no schema has this keyword.
+    For tools, the location begins with the function. It is "" if no schema has this keyword.
     """
     if wanted.kind == "json":
         return first_path(wanted.text, problem)

@@ -6,9 +6,9 @@ import math
 class DequeueRate:
     """Measures how much cost leaves the queue per second, while requests wait.
 
-    The cost of a request is `QueuedRequest.cost`. The average covers about the last
-    `WINDOW` seconds. Time without a waiting request does not count. Requests that did not wait do
-    not count either, since the queue could have emptied faster.
+    The cost of a request is `QueuedRequest.cost`. The average covers about the last `WINDOW`
+    seconds. Time without a waiting request does not count. Requests that did not wait do not count
+    either, since the queue could have emptied faster.
     """
 
     WINDOW = 10.0  # seconds

@@ -151,7 +151,7 @@ def placed_or_refused(cluster: ClusterSpec, nodes: list[Node]) -> list[WorkerPla
 
 
 def fill(placements: list[WorkerPlacement], nodes: list[Node]) -> bool:
-    """Return whether first fit, in order of decreasing size, packs the workers into the nodes."""
+    """Return whether first-fit decreasing packs the workers into the nodes."""
     free = {each.name: [each.cpus, each.gpus] for each in nodes}
     max(free.values(), key=lambda node: node[0])[0] -= ROUTER_CPUS
     for each in sorted(placements, key=lambda p: (-p.gpus, -p.cpus)):
