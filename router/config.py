@@ -19,7 +19,7 @@ class RequestBounds(SamplingLimits):
     max_header_bytes: int = 64 << 10
     receive_seconds: float = 30.0  # time limit to receive a request or to open a gRPC connection
     max_prompts: int = 1024  # prompts in one API call; each prompt becomes a separate request
-    max_request_cost: int = 1_000_000  # maximum cost of one call, as computed in `requests.cost`
+    max_request_cost: int = 1_000_000  # maximum cost of one call, see `requests.cost_limits`
     max_messages: int = 4096  # messages of a chat
     max_content_pieces: int = 4096  # content parts of all messages of a chat
     max_tool_calls: int = 4096  # tool calls of all messages of a chat

@@ -39,7 +39,7 @@ from penstock.router.config import RouterConfig
 from penstock.router.errors import ServingError, invalid
 from penstock.router.frontend import Frontend
 from penstock.router.requests.answer_parsing import ModelParsers
-from penstock.router.requests.cost import CallSizes, check_least_cost, check_sizes
+from penstock.router.requests.cost_limits import CallSizes, check_least_cost, check_sizes
 from penstock.router.requests.slices import Slices
 from penstock.router.requests.text_decoding import decode
 

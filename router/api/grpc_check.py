@@ -15,7 +15,7 @@ from penstock.router.api.grpc_chat import chat_sizes, check_chat
 from penstock.router.api.grpc_codec import call_sizes
 from penstock.router.config import RequestBounds
 from penstock.router.errors import invalid
-from penstock.router.requests.cost import CallSizes, check_num_tokens, check_sizes
+from penstock.router.requests.cost_limits import CallSizes, check_num_tokens, check_sizes
 from penstock.router.requests.request import ModelLimits, check_prompt_length, check_vocabulary
 
 GRPC_KIND = "grpc"

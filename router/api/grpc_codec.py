@@ -10,7 +10,7 @@ from penstock.protos import inference_pb2 as pb
 from penstock.protos import worker_pb2
 from penstock.router.api.grpc_chat import chat_sizes
 from penstock.router.errors import invalid
-from penstock.router.requests.cost import CallSizes
+from penstock.router.requests.cost_limits import CallSizes
 from penstock.router.requests.generation_defaults import GenerationDefaults
 from penstock.router.requests.request import (
     GenerationRequest,

@@ -8,7 +8,7 @@ from penstock.common.text.detokenizer import IncrementalDetokenizer
 from penstock.common.text.tokenizer import ModelTokenizer
 from penstock.router.config import RequestBounds, RouterConfig
 from penstock.router.requests.best_of import BestOfRanker
-from penstock.router.requests.cost import (
+from penstock.router.requests.cost_limits import (
     CallSizes,
     check_cost,
     check_sizes,

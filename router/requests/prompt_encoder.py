@@ -9,7 +9,7 @@ from penstock.router.errors import invalid
 from penstock.router.helpers.pool import HelperPool
 from penstock.router.requests.chat import Chat
 from penstock.router.requests.chat_rendering import NO_TEMPLATE, render_chat
-from penstock.router.requests.cost import check_text
+from penstock.router.requests.cost_limits import check_text
 from penstock.router.requests.encoding_line import EncodingLine
 from penstock.router.requests.request import ModelLimits, check_bad_words
 from penstock.router.requests.slices import Slices

@@ -17,7 +17,7 @@ from penstock.router.errors import ServingError, invalid, renamed
 from penstock.router.frontend import Frontend
 from penstock.router.parsers.answer_parser import ParsingOptions
 from penstock.router.requests.answer_parsing import AnswerParsing, ModelParsers
-from penstock.router.requests.cost import check_least_cost
+from penstock.router.requests.cost_limits import check_least_cost
 from penstock.router.requests.request import GenerationRequest, safe_request_id
 from penstock.router.requests.response_stream import ResponseStream
 from penstock.router.requests.slices import Slices

@@ -29,7 +29,7 @@ from penstock.router.api.responses.body import ResponsesRequest
 from penstock.router.config import RequestBounds
 from penstock.router.errors import ServingError, renamed
 from penstock.router.requests.chat import Chat, array_of, final_text, num_chars, num_chars_of
-from penstock.router.requests.cost import check_num_tokens, check_sizes
+from penstock.router.requests.cost_limits import check_num_tokens, check_sizes
 from penstock.router.requests.json_text import dumps
 from penstock.router.requests.request import ModelLimits, check_prompt_length, check_vocabulary
 from penstock.router.requests.slices import Slices

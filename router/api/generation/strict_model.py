@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from penstock.router.requests.cost import CallSizes
+from penstock.router.requests.cost_limits import CallSizes
 
 Ids: TypeAlias = Annotated[list[int], Field(fail_fast=True)]
 Texts: TypeAlias = Annotated[list[str], Field(fail_fast=True)]

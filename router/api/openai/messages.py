@@ -12,7 +12,7 @@ from penstock.router.api.openai.unsupported_fields import check_unsupported_fiel
 from penstock.router.config import RequestBounds
 from penstock.router.errors import invalid
 from penstock.router.requests.chat import check_role, check_variables
-from penstock.router.requests.cost import CallSizes
+from penstock.router.requests.cost_limits import CallSizes
 from penstock.router.requests.request import ModelLimits
 from penstock.router.requests.tools import check_json, check_tools
 

@@ -22,7 +22,7 @@ from penstock.router.errors import invalid
 from penstock.router.parsers.answer_parser import ParsingOptions
 from penstock.router.parsers.tools.tool_parameters import ToolParameters
 from penstock.router.requests.chat import Chat
-from penstock.router.requests.cost import check_num_tokens
+from penstock.router.requests.cost_limits import check_num_tokens
 from penstock.router.requests.forced_calls import forced_schema
 from penstock.router.requests.generation_defaults import GenerationDefaults
 from penstock.router.requests.request import ModelLimits

@@ -7,7 +7,7 @@ import pytest
 from penstock.common.sampling_params import SamplingParams
 from penstock.router.config import RequestBounds
 from penstock.router.errors import ServingError
-from penstock.router.requests.cost import (
+from penstock.router.requests.cost_limits import (
     CallSizes,
     check_cost,
     check_least_cost,
