@@ -149,7 +149,7 @@ class Fixture:
     def decide(self, request: Request) -> str:
         """Return the worker for a request.
 
-        This is the part of `Placer` that is measured.
+        The measured calls are those of `RequestTable`.
         """
         cached = self.knowledge.cached_tokens(request, 1.0)
         demand = Demand(

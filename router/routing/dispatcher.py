@@ -1,9 +1,10 @@
 """The dispatcher of a router: converts events into commands for all requests and workers.
 
 `Dispatcher.handle` is the only entry point. `QueueAdmission` queues or refuses new requests,
-`Placer` places queued requests, `WorkerEventHandler` handles the messages of workers, `Failover`
-restarts the requests of lost workers, and `RequestMigrator` moves placed requests. A `RequestState`
-holds the state of one request. These classes are pure: they do no I/O and read no clock.
+`RequestTable` assigns queued requests to workers, `WorkerEventHandler` handles the messages of
+workers, `Failover` restarts the requests of lost workers, and `RequestMigrator` moves placed
+requests. A `RequestState` holds the state of one request. These classes are pure: they do no I/O
+and read no clock.
 """
 
 import math
@@ -38,16 +39,17 @@ from penstock.router.routing.events import (
 from penstock.router.routing.failover import Failover
 from penstock.router.routing.placement.cost_model import TransferCostModel
 from penstock.router.routing.placement.migration import RequestMigrator
-from penstock.router.routing.placement.placer import Placer, RecoveryThrottle
 from penstock.router.routing.placement.policy import Policy
 from penstock.router.routing.prefix_cache.cache_events import CacheEvents, CacheSnapshot
 from penstock.router.routing.prefix_cache.cache_feed import CacheFeed
 from penstock.router.routing.prefix_cache.prefix_index import PrefixIndex
 from penstock.router.routing.queue.admission import QueueAdmission
 from penstock.router.routing.queue.fair_queue import FairQueue
+from penstock.router.routing.queue.recovery_throttle import RecoveryThrottle
 from penstock.router.routing.queue.tenant_quotas import Amount
 from penstock.router.routing.queue.timeouts import DEADLINE_PASSED, RequestTimeouts
 from penstock.router.routing.request_state import Phase, RequestState, phase_of
+from penstock.router.routing.request_table import RequestTable
 from penstock.router.routing.token_runs import TokenRun, append_runs
 from penstock.router.routing.transfer_peers import TransferPeers
 from penstock.router.routing.worker_events import WorkerEventHandler
@@ -116,17 +118,17 @@ class Dispatcher:
         bounds = Amount(limits.max_queued, limits.max_queued_tokens, limits.max_queued_cost)
         self._queue = FairQueue(bounds, promised, limits.max_wait_seconds)
         pace = RecoveryThrottle(limits.max_recovering_per_worker)
-        self._placer = Placer(policy, self._registry, self._queue, pace, self.prefix_index)
-        self._migrator = RequestMigrator(self._placer, self._registry)
+        self._requests = RequestTable(policy, self._registry, self._queue, pace, self.prefix_index)
+        self._migrator = RequestMigrator(self._requests, self._registry)
         self.cache_feed = CacheFeed(self.prefix_index)
         self._transfer_peers = TransferPeers()
         self._timeouts = RequestTimeouts(limits.no_worker_timeout_seconds)
         self._admission = QueueAdmission(
-            self._queue, self._timeouts, self._placer.states, self._placer.reconcile
+            self._queue, self._timeouts, self._requests.states, self._requests.reconcile
         )
         self.counters = Counters()
-        self._failover = Failover(self._registry, self._placer, self._timeouts, self.counters)
-        components = self._registry, self._placer, self._migrator, self._queue, self._timeouts
+        self._failover = Failover(self._registry, self._requests, self._timeouts, self.counters)
+        components = self._registry, self._requests, self._migrator, self._queue, self._timeouts
         self._worker_events = reports = WorkerEventHandler(
             *components, self._failover, self.counters, limits.max_gaps
         )
@@ -154,13 +156,13 @@ class Dispatcher:
         """Return the commands that follow from an event, in order of execution."""
         out: Commands = []
         self._handlers[type(event)](event, out, now)
-        if self._placer.dirty:
-            self._placer.assign_waiting(out, now)
+        if self._requests.dirty:
+            self._requests.assign_waiting(out, now)
         return out
 
     def listen(self, listener: DecisionListener) -> None:
         """Report the decisions about requests to `listener`, which replaces the previous one."""
-        self._placer.listener = listener
+        self._requests.listener = listener
 
     def append_runs(self, worker: str, runs: Sequence[TokenRun]) -> bool:
         """Append the tokens of several steps of a worker in one call, without delivering them.
@@ -175,13 +177,13 @@ class Dispatcher:
         Returns:
             False, without any change, if a token might change more than the log of its request.
         """
-        return append_runs(worker, runs, self._placer.states, self._queue.charge_output)
+        return append_runs(worker, runs, self._requests.states, self._queue.charge_output)
 
     # -------------------------------------------------------------- clients and time
 
     def _request_arrived(self, event: RequestArrived, out: Commands, now: float) -> None:
         request = event.request
-        if request.id in self._placer.states:
+        if request.id in self._requests.states:
             raise ValueError(f"request {request.id} already exists: request ids must be unique")
         state = RequestState(request)
         state.arrived_at = now
@@ -192,43 +194,43 @@ class Dispatcher:
             state.end(Status.DEADLINE, DEADLINE_PASSED, out)
         else:
             self._admission.admit(state, out, now)
-        self._placer.admit(state)
+        self._requests.admit(state)
 
     def _client_disconnected(self, event: ClientDisconnected, out: Commands, now: float) -> None:
-        state = self._placer.states.get(event.request)
+        state = self._requests.states.get(event.request)
         if state is not None:
             state.end(Status.CANCELLED, "the client went away", out)
-            self._placer.reconcile(state, out, now)
+            self._requests.reconcile(state, out, now)
 
     def _choice_stopped(self, event: ChoiceStopped, out: Commands, now: float) -> None:
-        state = self._placer.states.get(event.request)
+        state = self._requests.states.get(event.request)
         if state is not None:
             state.stop_choice(event.choice, event.length, out)
-            self._placer.reconcile(state, out, now)
+            self._requests.reconcile(state, out, now)
 
     def _tick(self, event: Tick, out: Commands, now: float) -> None:
-        for state, status, message in self._timeouts.expired(self._placer.states, now):
+        for state, status, message in self._timeouts.expired(self._requests.states, now):
             state.end(status, message, out)
-            self._placer.reconcile(state, out, now)
+            self._requests.reconcile(state, out, now)
         suspects, silent = self._registry.check_liveness(now)
         for view in silent:
             reason = f"silent for {now - view.last_received:.1f} seconds"
             self._failover.close_stream(view, reason, out, now)
-        for view in self._registry.find_stuck(self._placer.busy_since, now):
+        for view in self._registry.find_stuck(self._requests.busy_since, now):
             seconds = now - view.last_progress
             reason = f"the worker responds, but has completed no step for {seconds:.1f} seconds"
             self._failover.close_stream(view, reason, out, now)
         leaving = [view for view in self._registry.views() if view.draining or view.is_shedding]
         for view in (*suspects, *leaving):
             self._migrator.evacuate(view, out, now)
-        for state in [one for one in self._placer.states.values() if one.pending is not None]:
+        for state in [one for one in self._requests.states.values() if one.pending is not None]:
             if state.check_source(out):
-                self._placer.reconcile(state, out, now)
+                self._requests.reconcile(state, out, now)
         self._migrator.rebalance(out, now)
         peers = self._transfer_peers.due_commands(self._registry.views())
         out += (*self.cache_feed.due_resyncs(now), *peers)
         self._migrator.return_answers(out, now)
-        self._placer.dirty = True
+        self._requests.dirty = True
 
     # -------------------------------------------------------------- workers, cached blocks
 
@@ -257,17 +259,17 @@ class Dispatcher:
     @property
     def num_requests(self) -> int:
         """Number of requests that have not ended."""
-        return len(self._placer.states)
+        return len(self._requests.states)
 
     @property
     def num_queued(self) -> int:
         """Number of requests that are not assigned to a worker."""
-        return self._placer.num_waiting
+        return self._requests.num_waiting
 
     @property
     def num_held_back(self) -> int:
         """Number of queued requests that are held back because their workers were lost."""
-        return self._placer.num_waiting - len(self._queue)
+        return self._requests.num_waiting - len(self._queue)
 
     @property
     def num_queued_tokens(self) -> int:
@@ -277,17 +279,17 @@ class Dispatcher:
     @property
     def short_of(self) -> Collection[str]:
         """Roles whose workers all lack room for the next queued request."""
-        return self._placer.short_of()
+        return self._requests.short_of()
 
     @property
     def num_ended(self) -> Mapping[Status, int]:
         """Number of ended requests by status."""
-        return self._placer.num_ended
+        return self._requests.num_ended
 
     @property
     def num_prefill_decisions(self) -> Mapping[str, int]:
         """Number of prompts by prefill decision, for example "apart: unmeasured"."""
-        return self._placer.num_prefill_decisions
+        return self._requests.num_prefill_decisions
 
     @property
     def num_rebalanced(self) -> int:
@@ -311,7 +313,7 @@ class Dispatcher:
 
     def phases(self) -> Counter[Phase]:
         """Return the number of requests in each phase."""
-        return Counter(phase_of(state) for state in self._placer.states.values())
+        return Counter(phase_of(state) for state in self._requests.states.values())
 
     def workers(self) -> Sequence[WorkerStatus]:
         """Return the status of all connected workers."""
@@ -330,4 +332,4 @@ class Dispatcher:
 
     def check(self) -> None:
         """Assert the invariants of `docs/lifecycle.md` that a router can check."""
-        self._placer.check()
+        self._requests.check()

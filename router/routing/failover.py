@@ -8,8 +8,8 @@ from typing import TypeAlias
 
 from penstock.router.routing.counters import Counters
 from penstock.router.routing.events import CloseStream, Command
-from penstock.router.routing.placement.placer import Placer
 from penstock.router.routing.queue.timeouts import RequestTimeouts
+from penstock.router.routing.request_table import RequestTable
 from penstock.router.routing.worker_registry import WorkerRegistry
 from penstock.router.routing.worker_view import WorkerView
 
@@ -22,12 +22,12 @@ class Failover:
     def __init__(
         self,
         registry: WorkerRegistry,
-        placer: Placer,
+        requests: RequestTable,
         timeouts: RequestTimeouts,
         counters: Counters,
     ) -> None:
         self._registry = registry
-        self._placer = placer
+        self._requests = requests
         self._timeouts = timeouts
         self._counters = counters
 
@@ -45,9 +45,9 @@ class Failover:
         self._registry.remove(worker, now)
         self._timeouts.workers_changed(self._registry, now)
         for request in view.requests:
-            state = self._placer.states[request]
+            state = self._requests.states[request]
             if state.worker_lost(worker, out):
                 self._counters.num_failovers += state.status is None
-                self._placer.recover(state, out, now)
+                self._requests.recover(state, out, now)
             else:
-                self._placer.reconcile(state, out, now)
+                self._requests.reconcile(state, out, now)

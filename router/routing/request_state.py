@@ -1,7 +1,7 @@
 """State machine of one request, as specified in `docs/lifecycle.md`.
 
-A `RequestState` is independent of other requests, of queues and of time. `Placer` chooses the
-worker. The methods append their commands to the argument `out`.
+A `RequestState` is independent of other requests, of queues and of time. `RequestTable` assigns the
+workers. The methods append their commands to the argument `out`.
 """
 
 from enum import Enum
@@ -48,7 +48,7 @@ class RequestState(Submissions):
         self.live_migration_failed = False  # if True, no other live migration is tried
         self.num_losses = 0
         self.status: Status | None = None
-        # `Placer` sets the following attributes.
+        # `RequestTable` sets the following attributes.
         self.decode_target: str | None = None  # next worker, once the current worker yields
         self.unfit_workers: set[str] = set()  # workers on which the request can never fit
         self.arrived_at = 0.0  # in seconds of the router's monotonic clock
@@ -168,7 +168,7 @@ class RequestState(Submissions):
         if not (kv_len or here.started):
             self.decode_target = None  # nothing was computed, so workers must be chosen again
         if self.pending is not None:
-            # The pending Submit lacks the newest tokens, so cancel it; `Placer` submits again.
+            # The pending Submit lacks the newest tokens; `RequestTable` submits a new one.
             self.decode_target = self.pending.worker
             self.cancel_pending(out)
 

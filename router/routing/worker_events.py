@@ -20,10 +20,10 @@ from penstock.router.routing.events import (
 )
 from penstock.router.routing.failover import Failover
 from penstock.router.routing.placement.migration import RequestMigrator
-from penstock.router.routing.placement.placer import Placer
 from penstock.router.routing.queue.fair_queue import FairQueue
 from penstock.router.routing.queue.timeouts import RequestTimeouts
 from penstock.router.routing.request_state import RequestState
+from penstock.router.routing.request_table import RequestTable
 from penstock.router.routing.token_log import AppendResult
 from penstock.router.routing.worker_registry import WorkerRegistry
 from penstock.router.routing.worker_view import WorkerView, has_busy_peer
@@ -37,7 +37,7 @@ class WorkerEventHandler:
     def __init__(
         self,
         registry: WorkerRegistry,
-        placer: Placer,
+        requests: RequestTable,
         migrator: RequestMigrator,
         queue: FairQueue,
         timeouts: RequestTimeouts,
@@ -46,9 +46,9 @@ class WorkerEventHandler:
         max_gaps: int,
     ) -> None:
         self._registry = registry
-        self._placer = placer
+        self._requests = requests
         self._migrator = migrator
-        self._states = placer.states
+        self._states = requests.states
         self._charge_output = queue.charge_output
         self._timeouts = timeouts
         self._failover = failover
@@ -62,7 +62,7 @@ class WorkerEventHandler:
         self._failover.remove_worker(event.info.worker, out, now)
         self._registry.add(event.info, event.load, now)
         self._timeouts.workers_changed(self._registry, now)
-        self._placer.dirty = True
+        self._requests.dirty = True
 
     def draining(self, event: Draining, out: Commands, now: float) -> None:
         view = self._touch(event.worker, now)
@@ -74,7 +74,7 @@ class WorkerEventHandler:
     def role_changed(self, event: RoleChanged, out: Commands, now: float) -> None:
         view = self._registry.assign(event.worker, event.role)
         if view is not None:
-            self._placer.dirty = True
+            self._requests.dirty = True
             if view.is_shedding:
                 self._migrator.evacuate(view, out, now)
 
@@ -87,7 +87,7 @@ class WorkerEventHandler:
             view.last_received = now
             if view.suspect:
                 view.suspect = False
-                self._placer.dirty = True
+                self._requests.dirty = True
         return view
 
     # -------------------------------------------------------------- tokens
@@ -107,7 +107,7 @@ class WorkerEventHandler:
         for request, attempt, reason in event.ended:
             state = self._states.get(request)
             if state is not None and state.aborted(event.worker, attempt, reason, out):
-                self._placer.reconcile(state, out, now)
+                self._requests.reconcile(state, out, now)
         self._reported(view, event, now)
 
     def _append_tokens(self, event: Stepped, view: WorkerView, out: Commands, now: float) -> None:
@@ -155,9 +155,9 @@ class WorkerEventHandler:
         if event.load is None:
             return
         was_stuck, could_begin = view.stuck, view.has_prefill_slot
-        self._placer.dirty |= view.is_backed_off or was_stuck
+        self._requests.dirty |= view.is_backed_off or was_stuck
         view.update_load(event.load, now, has_busy_peer(view, self._registry.views()))
-        self._placer.dirty |= view.has_prefill_slot and not could_begin
+        self._requests.dirty |= view.has_prefill_slot and not could_begin
         if was_stuck:
             self._timeouts.workers_changed(self._registry, now)
 
@@ -177,14 +177,14 @@ class WorkerEventHandler:
             return
         if result is AppendResult.STATE_CHANGED:
             self._charge_output(state.request.tenant, 1)
-            self._placer.started(state, now)
-        self._placer.reconcile(state, out, now)
+            self._requests.started(state, now)
+        self._requests.reconcile(state, out, now)
 
     def _on_gap(self, state: RequestState, view: WorkerView, out: Commands, now: float) -> None:
         self._counters.num_gaps += 1
         view.num_gaps += 1
         state.fail_attempt(out)
-        self._placer.reconcile(state, out, now)
+        self._requests.reconcile(state, out, now)
         if view.num_gaps == self._max_gaps:
             self._failover.close_stream(
                 view, f"tokens were missing {view.num_gaps} times", out, now
@@ -196,14 +196,14 @@ class WorkerEventHandler:
         state = self._state_of(event, out, now)
         if state is not None:
             state.yielded(event.worker, event.attempt, event.kv_len, out)
-            self._placer.reconcile(state, out, now)
+            self._requests.reconcile(state, out, now)
 
     def ready(self, event: Ready, out: Commands, now: float) -> None:
         state = self._state_of(event, out, now)
         if state is not None:
             state.ready(event, out)
             self._note_transfer(state, event, now)
-            self._placer.reconcile(state, out, now)
+            self._requests.reconcile(state, out, now)
 
     def _note_transfer(self, state: RequestState, event: Ready, now: float) -> None:
         """Record the size and start time of a KV transfer, for the `TransferCostModel`."""
@@ -224,14 +224,14 @@ class WorkerEventHandler:
                 num_tokens, since = state.transfer
                 self._registry.transfer_costs.add(num_tokens, event.num_bytes, now - since)
                 state.transfer = None
-            self._placer.reconcile(state, out, now)
+            self._requests.reconcile(state, out, now)
 
     def failed(self, event: Failed, out: Commands, now: float) -> None:
         state = self._state_of(event, out, now)
         if state is not None:
             failed = state.failed(event.worker, event.attempt, out)
             self._counters.num_transfers_failed += failed
-            self._placer.reconcile(state, out, now)
+            self._requests.reconcile(state, out, now)
 
     def rejected(self, event: Rejected, out: Commands, now: float) -> None:
         state = self._state_of(event, out, now)
@@ -241,8 +241,8 @@ class WorkerEventHandler:
             state.unfit_workers.update(self._registry.no_larger_than(event.worker))
         else:
             self._registry.back_off(event.worker, now)
-        if not (state.is_unassigned and self._placer.end_if_unfit(state, event.reason, out, now)):
-            self._placer.reconcile(state, out, now)
+        if not (state.is_unassigned and self._requests.end_if_unfit(state, event.reason, out, now)):
+            self._requests.reconcile(state, out, now)
 
     def _state_of(
         self, event: Yielded | Ready | Received | Failed | Rejected, out: Commands, now: float

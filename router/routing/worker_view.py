@@ -40,7 +40,7 @@ class ResourceUsage:
 class WorkerView:
     """State of one worker from its Welcome message to its loss.
 
-    Policies only read a view; `WorkerRegistry`, `Placer` and `WorkerEventHandler` change it.
+    Policies only read a view; `WorkerRegistry`, `RequestTable` and `WorkerEventHandler` change it.
     """
 
     def __init__(

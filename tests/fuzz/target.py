@@ -146,7 +146,7 @@ class Target:
     def _shown_left(self) -> str:
         frontend = self.served.router.frontend
         running = [len(worker.runs) for worker in self.served.workers]
-        states = frontend._dispatcher._placer.states.values()
+        states = frontend._dispatcher._requests.states.values()
         prompts = [list(state.request.prompt)[:20] for state in states]
         return (
             f"{frontend.num_open_requests} of clients, {frontend._dispatcher.num_requests} of the "

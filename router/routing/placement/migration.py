@@ -11,8 +11,8 @@ worker that has no queue.
 
 from penstock.router.routing.events import Command
 from penstock.router.routing.placement.disaggregation import DisaggregationPolicy, ignores_roles
-from penstock.router.routing.placement.placer import Placer
 from penstock.router.routing.request_state import RequestState
+from penstock.router.routing.request_table import RequestTable
 from penstock.router.routing.worker_registry import WorkerRegistry
 from penstock.router.routing.worker_view import WorkerView
 
@@ -23,10 +23,10 @@ BACKOFF_FACTOR = 2.0
 
 
 class RequestMigrator:
-    """Moves requests between workers. `Placer` chooses the new workers."""
+    """Moves requests between workers. The routing policy chooses the new workers."""
 
-    def __init__(self, placer: Placer, registry: WorkerRegistry) -> None:
-        self._placer = placer
+    def __init__(self, requests: RequestTable, registry: WorkerRegistry) -> None:
+        self._requests = requests
         self._registry = registry
         self.num_rebalanced = 0  # number of moves away from workers that had no room
         self.num_returned = 0  # number of moves of answers away from prefill workers
@@ -41,10 +41,10 @@ class RequestMigrator:
         move.
         """
         for request in list(view.requests):
-            state = self._placer.states[request]
+            state = self._requests.states[request]
             if state.decode_target == view.name:
                 state.decode_target = None
-                self._placer.reconcile(state, out, now)
+                self._requests.reconcile(state, out, now)
             if state.pending is not None and state.pending.worker == view.name:
                 self._withdraw(state, view, out, now)
             elif state.running is not None and state.running.worker == view.name:
@@ -63,11 +63,11 @@ class RequestMigrator:
         if state.running is None and state.pending.epoch is not None:
             return
         if state.running is None or view.is_usable:
-            other = self._placer.alternative(state, now)
+            other = self._requests.alternative(state, now)
             if other is None or (view.is_usable and other.role == "prefill"):
                 return
         state.cancel_pending(out)
-        self._placer.reconcile(state, out, now)
+        self._requests.reconcile(state, out, now)
         source = None if state.running is None else self._registry.get(state.running.worker)
         if source is not None:
             self._migrate(state, source, out, now)
@@ -84,17 +84,17 @@ class RequestMigrator:
         if running is None or running.yielding or state.pending is not None:
             return
         sheds = view.is_shedding and not view.suspect and not running.yields_after_prefill
-        other = self._placer.alternative(state, now) if view.draining or sheds else None
+        other = self._requests.alternative(state, now) if view.draining or sheds else None
         if other is None:
             return
         is_destination = view.draining or other.role != "prefill"
         reason = "the worker drains" if view.draining else "the worker became a prefill worker"
         if state.can_migrate_live and is_destination and other.info.layout == running.info.layout:
-            self._placer.listener.moving(state, reason)
+            self._requests.listener.moving(state, reason)
             state.start_live_migration(other.info, out)
-            self._placer.reconcile(state, out, now)
+            self._requests.reconcile(state, out, now)
         elif view.draining:
-            self._placer.listener.moving(state, reason)
+            self._requests.listener.moving(state, reason)
             state.request_yield(out)
 
     # -------------------------------------------------------------- rebalancing
@@ -103,13 +103,13 @@ class RequestMigrator:
         """Move requests that wait for room on a worker to another worker that has room."""
         if not any(view.is_usable and not view.load.queued for view in self._registry.views()):
             return
-        for state in list(self._placer.states.values()):
+        for state in list(self._requests.states.values()):
             pending = state.pending
             if pending is None or state.lease is None or pending.epoch is not None:
                 continue
             if now - state.submitted_at < rebalance_delay(state.num_rebalances):
                 continue
-            view, other = self._registry.get(pending.worker), self._placer.alternative(state, now)
+            view, other = self._registry.get(pending.worker), self._requests.alternative(state, now)
             if view is None or other is None or other is view:
                 continue
             if has_capacity_sooner(
@@ -117,10 +117,10 @@ class RequestMigrator:
             ):
                 state.num_rebalances += 1
                 self.num_rebalanced += 1
-                self._placer.listener.moving(state, "another worker has room")
+                self._requests.listener.moving(state, "another worker has room")
                 state.cancel_pending(out)
                 state.decode_target = other.name
-                self._placer.reconcile(state, out, now)
+                self._requests.reconcile(state, out, now)
 
     # -------------------------------------------------------------- answers on prefill workers
 
@@ -144,22 +144,22 @@ class RequestMigrator:
         self, view: WorkerView, costs: DisaggregationPolicy, out: list[Command], now: float
     ) -> None:
         for request in view.requests:
-            state = self._placer.states[request]
+            state = self._requests.states[request]
             here = state.running
             if here is None or here.worker != view.name or here.yielding or state.pending:
                 continue
             if state.decode_target is not None or not state.can_migrate_live:
                 continue
-            other = self._placer.alternative(state, now)
+            other = self._requests.alternative(state, now)
             if other is None or other.role == "prefill" or other.info.layout != here.info.layout:
                 return
             known, left = state.token_log.num_known, state.token_log.num_remaining
             slo = self._registry.tpot_slo_seconds
             if costs.pays_to_move(known, left, view, other, slo, now):
-                self._placer.listener.moving(state, "prompts delay the answer")
+                self._requests.listener.moving(state, "prompts delay the answer")
                 state.start_live_migration(other.info, out)
                 self.num_returned += 1
-                self._placer.reconcile(state, out, now)
+                self._requests.reconcile(state, out, now)
             return
 
 

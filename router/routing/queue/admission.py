@@ -19,7 +19,8 @@ class QueueAdmission:
         queue: the queue of the router.
         timeouts: the time limits, which apply to each admitted request.
         states: all open requests, by id.
-        reconcile: updates queue and worker views after a request has ended (`Placer.reconcile`).
+        reconcile: `RequestTable.reconcile`, which updates the queue and the worker views after a
+            request has ended.
     """
 
     def __init__(

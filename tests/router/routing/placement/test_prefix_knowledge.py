@@ -65,7 +65,7 @@ def test_placed_prompt_counts_until_its_worker_has_reported_the_blocks() -> None
     assert placed(dispatcher, request(2, 1, 2, 3), now=1.0 + KEPT_SECONDS / 2) == "a"
     # Until `late`, the worker reports no blocks, so the router assumes that they were dropped.
     late = 1.1 + KEPT_SECONDS
-    knowledge = dispatcher._placer._prefixes
+    knowledge = dispatcher._requests._prefixes
     dispatcher.handle(Stepped("a", columns_of([NewToken(2, 1, 0, 0, 50, Finish.LENGTH)])), 1.0)
     assert knowledge.cached_tokens(request(3, 1, 2, 3), late) == {}
 
@@ -76,7 +76,7 @@ def test_rejected_prompt_is_no_longer_expected_at_its_worker() -> None:
     (submit,) = dispatcher.handle(Rejected("a", 1, 1, "full"), 0.0)
     assert isinstance(submit, Submit)
     assert submit.worker == "b"
-    cached = dispatcher._placer._prefixes.cached_tokens(request(2, 1, 2, 3), 0.0)
+    cached = dispatcher._requests._prefixes.cached_tokens(request(2, 1, 2, 3), 0.0)
     assert cached == {"b": NUM_BLOCKS * BLOCK}
 
 
@@ -84,11 +84,11 @@ def test_nothing_is_known_without_hashes_or_reports() -> None:
     knowledge = PrefixKnowledge(PrefixIndex())
     assert knowledge.cached_tokens(request(1, 1, 2, 3), 0.0) is None
     bare = Request(1, [7], SamplingParams())
-    assert router()._placer._prefixes.cached_tokens(bare, 0.0) is None
+    assert router()._requests._prefixes.cached_tokens(bare, 0.0) is None
 
 
 def test_prompt_whose_logprobs_are_requested_is_computed_whole() -> None:
     dispatcher = router()
     dispatcher.prefix_index.store("b", [1, 2], START)
     scored = replace(request(1, 1, 2, 3), params=SamplingParams(prompt_logprobs=0))
-    assert dispatcher._placer._prefixes.cached_tokens(scored, 0.0) == {}
+    assert dispatcher._requests._prefixes.cached_tokens(scored, 0.0) == {}

@@ -1,4 +1,4 @@
-"""Placement of requests: queues requests and assigns them to workers."""
+"""The open requests of a router: the state of each request, and the workers that hold it."""
 
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -12,6 +12,7 @@ from penstock.router.routing.placement.prefix_knowledge import PrefixKnowledge
 from penstock.router.routing.prefix_cache.prefix_index import PrefixIndex
 from penstock.router.routing.queue.admission import queued_request
 from penstock.router.routing.queue.fair_queue import FairQueue
+from penstock.router.routing.queue.recovery_throttle import RecoveryThrottle
 from penstock.router.routing.queue.slo_order import prefill_capacity
 from penstock.router.routing.queue.timeouts import why_too_late
 from penstock.router.routing.request_state import RequestState
@@ -19,47 +20,11 @@ from penstock.router.routing.worker_registry import WorkerRegistry
 from penstock.router.routing.worker_view import ResourceUsage, WorkerView
 
 
-class RecoveryThrottle:
-    """Holds back requests of lost workers, so that they do not overload the other workers.
+class RequestTable:
+    """Keeps the state and the workers of each open request, and queues the requests.
 
-    Args:
-        num_per_worker: requests per worker that may be recomputed at a time.
+    Each waiting request is assigned to the workers that the routing policy chooses.
     """
-
-    def __init__(self, num_per_worker: int) -> None:
-        self._num_per_worker = num_per_worker
-        self._waiting: dict[int, None] = {}  # ids of held requests, in order of arrival
-        # Ids of released requests that have no new token yet.
-        self._recovering: dict[int, None] = {}
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def __contains__(self, request: int) -> bool:
-        return request in self._waiting
-
-    def add(self, request: int) -> None:
-        """Hold back a request."""
-        self._recovering.pop(request, None)
-        self._waiting[request] = None
-
-    def release(self, num_workers: int) -> list[int]:
-        """Return the held requests that may be placed now, and stop holding them."""
-        num_free = self._num_per_worker * num_workers - len(self._recovering)
-        released = list(self._waiting)[: max(num_free, 0)]
-        for request in released:
-            del self._waiting[request]
-            self._recovering[request] = None
-        return released
-
-    def discard(self, request: int) -> None:
-        """Remove a request that has a new token or has ended."""
-        self._waiting.pop(request, None)
-        self._recovering.pop(request, None)
-
-
-class Placer:
-    """Places requests on workers, and keeps the state and the workers of each open request."""
 
     def __init__(
         self,

@@ -2,7 +2,7 @@ from penstock.router.routing.events import (
     Draining,
     WorkerUp,
 )
-from penstock.router.routing.placement.placer import RecoveryThrottle
+from penstock.router.routing.queue.recovery_throttle import RecoveryThrottle
 from tests.support.router_harness import D, P, Router
 from tests.support.router_world import info_of
 
