@@ -34,8 +34,8 @@ class Recipe:
     # Limit of the CPU time per process. The run ends early when it reaches this limit.
     minutes: float
     seed: int = 0
-    # Number of the training stage. Each stage draws other random examples, because the number is
-    # a part of their seed.
+    # Number of the training stage. Each stage draws different random examples, because the
+    # number is a part of their seed.
     stage: int = 0
     rows: int = 6  # number of rows in each batch of one process
     length: int = 256

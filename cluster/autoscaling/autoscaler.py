@@ -389,7 +389,7 @@ def _is_needed(state: PoolInputs) -> bool:
 
 
 def _remember(past: deque[tuple[float, int]], now: float, value: int, seconds: float) -> None:
-    """Append (`now`, `value`), and drop entries whose value was replaced over `seconds` ago."""
+    """Append (`now`, `value`); drop entries whose next entry is at least `seconds` old."""
     past.append((now, value))
     while len(past) > 1 and past[1][0] <= now - seconds:
         past.popleft()

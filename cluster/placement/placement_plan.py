@@ -200,8 +200,8 @@ def _to_placement(
     bundle = {"CPU": cpus * request.ranks} | dict(more)
     if request.gpus:
         bundle["GPU"] = float(request.gpus * request.ranks)
-    # Threads may also use the CPUs of the routers, which are mostly idle.
-    # With the CPUs of the routers, a worker that is alone on two cores gets two threads.
+    # Threads may also use the CPUs of the routers, which are mostly idle. A worker that is alone
+    # on two cores therefore gets two threads.
     usable = cpus if request.cpus is not None else cpus + spare + 1e-9
     pool = request.pool
     threads = pool.threads or max(1, int(usable))

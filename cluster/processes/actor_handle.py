@@ -115,7 +115,7 @@ class ActorHandle:
     async def drain(self, seconds: float) -> None:
         """Drain the hosted router or worker.
 
-        Wait for the end of the drain for at most `seconds` + `DRAIN_REPLY_SECONDS`.
+        Wait at most `seconds` + `DRAIN_REPLY_SECONDS` until the drain has ended.
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds + DRAIN_REPLY_SECONDS):

@@ -1,4 +1,4 @@
-"""Reports processes of a cluster that stay in one stage of their start or end for long."""
+"""Reports processes that stay too long in one stage of starting or stopping."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass

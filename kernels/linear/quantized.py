@@ -113,7 +113,7 @@ class QuantizedMatrix:
         return codes.to(torch.float32).sub_(self.zeros[rows][:, groups]).mul_(scales)
 
     def take_rows(self, rows: Tensor) -> "QuantizedMatrix":
-        """Return a matrix that consists of the rows with the numbers `rows`, in this order."""
+        """Return the matrix of the rows whose numbers are in `rows`, in the order of `rows`."""
         taken = self.codes[rows], self.scales[rows], self.zeros[rows]
         return QuantizedMatrix(self.kind, *taken, self.groups)
 

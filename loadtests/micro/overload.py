@@ -86,7 +86,7 @@ class Bench:
     workers: WorkerOptions
 
     def estimate(self) -> float:
-        """Return the request rate at which about all sequence slots of the workers are in use."""
+        """Return the request rate at which nearly all sequence slots of the workers are in use."""
         num_running = self.workers.count * self.workers.max_sequences
         lengths = Lengths.parse(self.load.output_len)
         tokens = (lengths.low + lengths.high) / 2

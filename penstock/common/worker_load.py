@@ -89,7 +89,7 @@ class WorkerLoad(NamedTuple):
 
     @property
     def num_blocks(self) -> int:
-        """Number of all KV blocks of the worker."""
+        """Total number of KV blocks of the worker."""
         return self.held_blocks + self.cached_blocks + self.free_blocks
 
     @property

@@ -24,7 +24,7 @@ class PortLimits:
     idle_seconds: float  # a connection that has had no calls for this long is closed
     # Age at which a connection must be replaced by a new one, or None for no limit.
     age_seconds: float | None = None
-    # Seconds after which the remaining calls of a connection that is too old are ended.
+    # After a connection has reached that age, its calls have this much time until they are ended.
     age_grace_seconds: float = 0.0
 
 

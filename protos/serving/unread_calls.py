@@ -56,5 +56,5 @@ def close_connection(port: int, peer: str) -> None:
 
 
 def _address(host: str) -> str:
-    """Return an IP address, without the prefix of an IPv4 address on an IPv6 socket."""
+    """Return an IP address. An IPv6 socket puts `::ffff:` before an IPv4 address; remove it."""
     return host.removeprefix("::ffff:")

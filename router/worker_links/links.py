@@ -127,8 +127,8 @@ class WorkerLinks:
         others = {other.model for other in self._welcomes.values()}
         if others and welcome.model not in others:
             raise ValueError(
-                "the worker serves another model than the connected workers: give all workers the "
-                "same checkpoint"
+                "the worker's model differs from that of the connected workers: give all workers "
+                "the same checkpoint"
             )
         self._compare_layouts(welcome)
         self._welcomes[welcome.worker] = welcome

@@ -71,7 +71,7 @@ def sort_words(rng: Random) -> Example:
 
 @family(weight=1.5)
 def copy(rng: Random) -> Example:
-    """Questions that ask to repeat a text of words, invented names, codes and numbers exactly."""
+    """Ask for an exact copy of a text of words, invented names, codes and numbers."""
     text = " ".join(_piece(rng) for _ in range(rng.randint(2, 9)))
     return Example(rng.choice(_COPY).format(text=text), text, text)
 

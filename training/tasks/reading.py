@@ -68,7 +68,7 @@ def _all_recalled(rng: Random, count: int) -> list[Example]:
 
 @family(weight=0.9, drill=lambda rng: _all_recalled(rng, rng.randint(2, 8)))
 def recall(rng: Random) -> Example:
-    """Questions about one of two to eight given facts. Training never asks for a held-out fact."""
+    """Give two to eight facts, and ask for one of them. Training never asks for held-out facts."""
     return _all_recalled(rng, rng.randint(2, 8))[0]
 
 

@@ -1,4 +1,4 @@
-"""The thread that moves KV: runs the tasks of many transfers in turns; no task may block.
+"""The thread that moves KV: runs the tasks of many transfers in turn; no task may block.
 
 A task is a generator. It yields a condition, and is resumed when the condition is true. On a CPU,
 the thread that makes a condition true calls `wake`. CUDA events are polled.

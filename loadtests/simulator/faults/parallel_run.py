@@ -59,7 +59,7 @@ def play_batches(seeds: Sequence[range], play: Play, processes: int) -> Iterator
             yield SeedBatch(seed_range.start, len(seed_range), *future.result())
     except BrokenProcessPool:
         raise OSError(
-            "a simulation process died: with --record, the next run continues this run"
+            "a simulation process died: repeat the command; with --record, it resumes the run"
         ) from None
     finally:
         executor.shutdown(cancel_futures=True)

@@ -84,7 +84,7 @@ class RawStrings:
         if self._num_visited > MAX_SCHEMAS:
             raise UnsupportedSchemaError(
                 path,
-                f"more than {MAX_SCHEMAS} schemas describe strings: send a smaller schema",
+                f"more than {MAX_SCHEMAS} parts of the schema describe strings: send a smaller one",
             )
         if schema is True:
             return []

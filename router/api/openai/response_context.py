@@ -34,7 +34,8 @@ class ResponseContext:
     wants_continuous_usage: bool = False  # whether to send the usage in every chunk
     echo: Sequence[str] | None = None  # for each prompt, the text that is prepended to its answers
     only_echo: bool = False  # whether to hide the generated tokens
-    # For each prompt index, the logprobs of tokens 1, 2, ..., complete before the first delta.
+    # For each prompt index, the logprobs of all tokens but the first. They are all known before
+    # the prompt's first delta.
     prompt_logprobs: Mapping[int, Sequence[Logprobs]] = field(default_factory=dict)
     num_prompt_logprobs: int | None = None
     # For each prompt index, the number of cached tokens, known before the prompt's first delta.

@@ -80,7 +80,7 @@ def test_references_that_repeat_a_schema_exponentially_often_are_refused(name: s
         branches = [{"$ref": f"#/$defs/s{level + 1}"}] * 10
         schemas[f"s{level}"] = {"type": "string", "anyOf": branches}
     schema = {"properties": {"p": {"$ref": "#/$defs/s0"}}, "$defs": schemas}
-    with pytest.raises(InvalidParameterError, match="more than 1000 schemas"):
+    with pytest.raises(InvalidParameterError, match="more than 1000 parts of the schema"):
         grammar_text(wanted(NOTATIONS[name], **schema))
 
 

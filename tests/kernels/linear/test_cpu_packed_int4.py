@@ -94,7 +94,8 @@ def test_error_of_quantized_activations_is_bounded(size: int) -> None:
     weight = given.dequantize().double()
     _, rounding = exact_product(x, given, bias)
     steps = quantize_per_block_reference(x, 32).scales.double().repeat_interleave(BLOCK_INPUTS, 1)
-    # The quotient x / step is rounded before it is rounded to an integer; 1e-4 covers that.
+    # The quotient x / step is first rounded to a float32 and then to an integer. The factor
+    # 1 + 1e-4 covers the first rounding.
     bound = (steps / 2 * (1 + 1e-4)) @ weight.abs().T + rounding
     assert ((packed(given)(x).double() - x.double() @ weight.T).abs() <= bound).all()
 

@@ -1,4 +1,4 @@
-"""`quantization_config`: schemes of modules, ignored modules, and refusals by name."""
+"""`quantization_config`: schemes of modules, ignored modules, and errors that name the method."""
 
 from pathlib import Path
 from typing import Any

@@ -28,7 +28,7 @@ def folder_and_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, An
 
 @pytest.fixture(autouse=True, params=[SLICE, model_runner.SCORED_ROWS])
 def most_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Set the size of slices; return the number of rows of each call that computes logits."""
+    """Set the size of slices. Return a list that gets the number of rows of each logits call."""
     monkeypatch.setattr(model_runner, "SCORED_ROWS", request.param)
     sizes: list[int] = []
     logits = Decoder.logits

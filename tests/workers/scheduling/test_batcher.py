@@ -148,7 +148,7 @@ def test_load_counts_uncomputed_tokens() -> None:
     bench.step()  # computes the first 16 tokens of the first prompt
     assert bench.batcher.load().queued_tokens == 38
     bench.step()
-    bench.step()  # computes the last 8 tokens of the first prompt and the second prompt
+    bench.step()  # computes the last 8 tokens of the first prompt, and all of the second prompt
     load = bench.batcher.load()
     assert (load.running, load.queued, load.queued_tokens) == (2, 1, 9)
     assert load.prompt_tokens_computed == 45

@@ -23,7 +23,7 @@ def tune() -> None:
         if importlib.util.find_spec(folder) and importlib.util.find_spec(module):
             getattr(importlib.import_module(module), function)()
             return
-    raise ImportError("this tree has no function that tunes a worker's process")
+    raise ImportError("this source tree has no function that tunes a worker's process")
 
 
 if __name__ == "__main__":
