@@ -319,13 +319,18 @@ def save_float_model(folder: Path, config: Any = None) -> Path:
 
 
 def make_quantized(
-    folder: Path, form: Form, config: Any = None, float_model: Path | None = None
+    folder: Path,
+    form: Form,
+    config: Any = None,
+    float_model: Path | None = None,
+    quantizes_head: bool = False,
 ) -> Any:
     """Write a quantized checkpoint; return the `transformers` model of the dequantized weights.
 
     Args:
         config: configuration of `transformers`; None: a small Llama.
         float_model: folder of `save_float_model` that is quantized instead of a new model.
+        quantizes_head: whether the LM head is quantized too.
     """
     if float_model is None:
         save_float_model(folder, config)
@@ -336,7 +341,8 @@ def make_quantized(
     for name, value in load_file(folder / "model.safetensors").items():
         module = name.removesuffix(".weight")
         is_matrix = name.endswith(".weight") and value.dim() == 2
-        if not is_matrix or module.endswith(FLOAT_MODULES):
+        is_float = module.endswith(FLOAT_MODULES) and not (quantizes_head and module == "lm_head")
+        if not is_matrix or is_float:
             tensors[name] = value
             continue
         stored, dequantized[name] = form.quantize(value)

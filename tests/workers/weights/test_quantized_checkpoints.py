@@ -1,6 +1,7 @@
 """Quantized checkpoints of every form give the logits of their dequantized weights."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,18 @@ def test_logits_are_those_of_the_dequantized_weights(name: str, tmp_path: Path) 
         generate(decoder, prompts(), MAX_NEW, CHUNK),
         expected_answers(reference, prompts(), MAX_NEW),
     )
+
+
+@pytest.mark.parametrize("name", ["fp8-channel-dynamic", "int8-channel", "packed-4-groups"])
+def test_head_may_be_quantized(name: str, tmp_path: Path) -> None:
+    form = FORMS[name]
+    form = replace(form, config=form.config | {"ignore": [], "lm_head": True})
+    reference = make_quantized(tmp_path, form, quantizes_head=True)
+    _, decoder = load_model(tmp_path, "auto", CPU)
+    assert decoder.head is not None
+    assert decoder.head.weight.numel() == 0
+    expected = expected_answers(reference, prompts(), MAX_NEW)
+    check(generate(decoder, prompts(), MAX_NEW, CHUNK), expected)
 
 
 def make_engine(folder: Path, **other: Any) -> Engine:
