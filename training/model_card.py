@@ -34,52 +34,57 @@ pipeline_tag: text-generation
 
 ## Held-out exact match
 
-The model answers questions that do not occur in the training text, with greedy decoding. A keyed
-hash of each question decides whether the question is used for training or is held out. Where the
-table says that the facts are known, only the wording of the question is new: the model has seen
-each of the few facts in another wording.
+With greedy decoding, the model answers questions that do not occur in the training text. A keyed
+hash of each question decides whether the question is used for training or is held out. Some
+families have only a few facts, and the model has seen each of these facts in training. In these
+families, only the wording of a held-out question is new.
 `python -m training.evaluate {folder}` measures these numbers again.
 
 {rows}
 
-A family is claimed when at least {bound:.0%} of its held-out answers are right. Families
-that are not claimed are trained and measured too, but should not be relied upon.
+The column "claimed" says "yes" if at least {bound:.0%} of the answers to the family's held-out
+questions are right. The model is trained and measured on the other families too, but its answers to
+their questions are not reliable.
 {tools}
 ## Training
 
-From scratch, on text that the script generates; nothing is downloaded.
+The model is trained from scratch, on text that the script generates. Nothing is downloaded.
 
 - command: `{command}`
 - seed {seed}, {cost}
 {note}
 ## Limits
 
-It knows the families of questions in the table, in the wordings of `training/tasks`, and
-nothing else: no facts about the world, no other languages, few other wordings. It is made to show
-and to test a serving system, and to answer in milliseconds on a CPU. Use it for nothing else.
+The model knows the families of questions in the table, in the wordings of `training/tasks`. It
+knows few other wordings, no other languages and no facts about the world. It is made to show and to
+test a serving system, and to answer in milliseconds on a CPU. Do not use it for anything else.
 """
 
-_TOOL_TEMPLATE = "`<|system|>` with the tools first if any; calls as `hermes`"
+_TEMPLATE = "`<|system|>` comes first if there is a system message"
+_TOOL_TEMPLATE = (
+    "`<|system|>` with the tools comes first if there are tools; calls have the format `hermes`"
+)
 _COST = """\
 {steps:,} steps, {tokens:.1f} million tokens
-- {wall:,.0f} s wall clock and {cpu:,.0f} s of processor time in {processes} processes of one
-  thread each, including the tests at checkpoints"""
+- {wall:,.0f} s wall-clock time and {cpu:,.0f} s of processor time in {processes} processes
+  with one thread each; the tests at checkpoints are included"""
 
 _TOOLS = """
 ## Tools
 
 The model can call two tools: `calculator` with the parameter `expression`, and `lookup` with the
 parameter `key`. It calls the calculator for every sum, difference, product and quotient, and the
-look-up for the entry of a key. It answers other questions itself. If the tool that a question needs
-is missing, it answers that it does not know. It makes one call at a time, and repeats the result in
-a sentence.
+look-up for the entry of a key. It answers other questions itself. If a question needs a tool that
+is missing, the model answers that it does not know. It makes one call at a time, and repeats the
+result in a sentence.
 
-It has not learned to call tools with other names or parameters: expect no call, or a wrong one.
-Descriptions may have any text. It copies keys and results that look like those of
-`training/tasks/tools.py`: codes, names, numbers and the words of its lists. Other words often come
-out wrong.
+The model has not learned to call tools with other names or parameters. With such tools, expect no
+call or a wrong call. The descriptions of tools may have any text. The model copies keys and results
+correctly if they look like those of `training/tasks/tools.py`: codes, names, numbers, and words
+from the lists that this file uses. Other words are often copied wrongly.
 
-The column "before" has the scores on the same questions before the training stage about tools.
+The column "before" has the scores that the model reached on the same questions before the training
+stage about tools.
 """
 
 
@@ -125,7 +130,7 @@ def write(folder: Path, run: Run) -> None:
         context=shape.max_position_embeddings,
         long_length=LONG_LENGTH,
         folder=f"penstock/models/{run.name}",
-        template=_TOOL_TEMPLATE if run.stage else "`<|system|>` first if any",
+        template=_TOOL_TEMPLATE if run.stage else _TEMPLATE,
         rows=_table(run),
         tools=_TOOLS if run.stage else "",
         bound=CLAIM_BOUND,

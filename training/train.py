@@ -29,14 +29,14 @@ from training.tasks import FAMILIES
 MODELS = Path(__file__).resolve().parent.parent / "penstock" / "models"
 ABOUT_DEMO = (
     "A very small chat model that ships with Penstock, so that a first server needs no download. "
-    "It answers a few generated families of questions, tells short stories, and says so when it "
-    "does not know."
+    "It answers a few families of generated questions, tells short stories, and says when it does "
+    "not know an answer."
 )
 ABOUT_TOOLS = " It can call a calculator and a look-up."
 ABOUT_SMALL = (
-    "The small sibling of Penstock's demo model: the same tokenizer, a fifth of the size, "
-    "distilled from it. It drafts tokens for the demo model, and shows what a loss of quality "
-    "looks like."
+    "A small model that was distilled from Penstock's demo model. It has the same tokenizer and a "
+    "fifth of the demo model's size. It drafts tokens for the demo model, and shows what a loss of "
+    "quality looks like."
 )
 DEMO = LlamaShape(
     hidden_size=256,
