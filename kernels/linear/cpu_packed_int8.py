@@ -1,9 +1,9 @@
 """INT8 linear layers on CPUs with AMX, AVX-512 VNNI or AVX2: y = s_x s_w (q_x - 128) q_wᵀ + b.
 
 x is [T, K], W [N, K] and y [T, N]. Activations are quantized to q_x at run time, with one scale s_x
-per row of x (`quantize_rows`). Weights are quantized to q_w once, with one scale s_w per row of W.
-The int32 sums are exact, so the result for a row does not depend on the other rows. Each sum is
-multiplied first by s_w, as in oneDNN, and then by s_x.
+per row of x or one static scale (`quantize_rows`). Weights are quantized to q_w once, with one
+scale s_w per row of W. The int32 sums are exact, so the result for a row does not depend on the
+other rows. Each sum is multiplied first by s_w, as in oneDNN, and then by s_x.
 
 W [N, K] is stored in the order in which AMX reads it: blocks of 64 outputs; in each block, steps of
 64 inputs; in each step, four tiles of 16 outputs. The other loops read the same order. All CPUs
@@ -52,6 +52,7 @@ class PackedLinearInt8:
     bias: Floats = field(repr=False)  # [blocks * 64]; 0 from index `num_outputs` on
     num_inputs: int
     num_outputs: int
+    input_limit: float = 0.0  # `limit` of `quantize_per_token`
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return x Wᵀ + b [T, N]. Raise ValueError if x is not [T, K] float32."""
@@ -59,7 +60,7 @@ class PackedLinearInt8:
         if x.dim() != 2 or x.shape[1] != num_inputs or x.dtype != torch.float32:
             found = f"shape {list(x.shape)} and dtype {x.dtype}"
             raise ValueError(f"x has {found}: expected [T, {num_inputs}] float32")
-        qvalues, factors = quantize_per_token(x)
+        qvalues, factors = quantize_per_token(x, self.input_limit)
         y = torch.empty(num_rows, len(self.scales))
         _kernels().run(
             qvalues.view(-1).numpy(), num_rows, num_inputs, self.tiles, self.shifts,
@@ -72,11 +73,10 @@ class PackedLinearInt8:
         return y[:, : self.num_outputs].contiguous()
 
 
-def pack_int8_tiles(qweight: Tensor, scales: Tensor, bias: Tensor | None) -> PackedLinearInt8:
-    """Pack a linear layer with quantized weights in tiles.
-
-    `qweight` is [N, K] int8. `scales` and `bias` are [N] float32.
-    """
+def pack_int8_tiles(
+    qweight: Tensor, scales: Tensor, bias: Tensor | None, input_limit: float = 0.0
+) -> PackedLinearInt8:
+    """Pack a linear layer with quantized weights in tiles; see `op.pack_int8_codes`."""
     num_outputs, num_inputs = qweight.shape
     num_blocks = -(-num_outputs // _BLOCK_COLUMNS)
     whole = torch.zeros(num_blocks * _BLOCK_COLUMNS, num_inputs, dtype=torch.int8)
@@ -92,7 +92,7 @@ def pack_int8_tiles(qweight: Tensor, scales: Tensor, bias: Tensor | None) -> Pac
         wide_bias[:num_outputs] = bias
     return PackedLinearInt8(
         tiles.view(-1).numpy(), shifts.to(torch.int32).numpy(), wide_scales.numpy(),
-        wide_bias.numpy(), num_inputs, num_outputs,
+        wide_bias.numpy(), num_inputs, num_outputs, input_limit,
     )  # fmt: skip
 
 

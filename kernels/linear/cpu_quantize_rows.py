@@ -14,9 +14,13 @@ _QMAX, _ZERO_POINT, _MIN_SCALE = np.float32(127), np.int32(128), np.float32(1e-3
 
 @inner()
 def quantize_rows(
-    x: Floats, qvalues: npt.NDArray[np.uint8], factors: Floats, first: int, last: int
+    x: Floats, qvalues: npt.NDArray[np.uint8], factors: Floats, limit: float, first: int, last: int
 ) -> None:
-    """Quantize rows [first, last) of x [T, K] into `qvalues` [T, K] and scales `factors` [T]."""
+    """Quantize rows [first, last) of x [T, K] into `qvalues` [T, K] and scales `factors` [T].
+
+    Args:
+        limit: largest magnitude with a static scale; 0: the largest magnitude of each row.
+    """
     magnitudes = factors.view(np.int32)
     for t in range(first, last):
         row, out = x[t], qvalues[t]
@@ -29,22 +33,31 @@ def quantize_rows(
         largest = factors[t]
         if largest < _MIN_SCALE:
             largest = _MIN_SCALE
-        step = _QMAX / largest
-        for i in range(len(row)):
-            out[i] = np.uint8(np.int32(np.rint(row[i] * step)) + _ZERO_POINT)
+        if limit > 0 and largest < np.inf:  # NaN and Inf propagate through the scale
+            largest = np.float32(limit)
+            step = _QMAX / largest
+            for i in range(len(row)):
+                clipped = min(max(row[i], -largest), largest)
+                out[i] = np.uint8(np.int32(np.rint(clipped * step)) + _ZERO_POINT)
+        else:
+            step = _QMAX / largest
+            for i in range(len(row)):
+                out[i] = np.uint8(np.int32(np.rint(row[i] * step)) + _ZERO_POINT)
         factors[t] = largest / _QMAX
 
 
-@entry("void(float32[:,::1], uint8[:,::1], float32[::1])")
-def _serial(x: Floats, qvalues: npt.NDArray[np.uint8], factors: Floats) -> None:
-    quantize_rows(x, qvalues, factors, 0, len(x))
+@entry("void(float32[:,::1], uint8[:,::1], float32[::1], float32)")
+def _serial(x: Floats, qvalues: npt.NDArray[np.uint8], factors: Floats, limit: float) -> None:
+    quantize_rows(x, qvalues, factors, limit, 0, len(x))
 
 
-@entry("void(float32[:,::1], uint8[:,::1], float32[::1], int64)", parallel=True)
-def _parallel(x: Floats, qvalues: npt.NDArray[np.uint8], factors: Floats, num_threads: int) -> None:
+@entry("void(float32[:,::1], uint8[:,::1], float32[::1], float32, int64)", parallel=True)
+def _parallel(
+    x: Floats, qvalues: npt.NDArray[np.uint8], factors: Floats, limit: float, num_threads: int
+) -> None:
     for thread in numba.prange(num_threads):
         first, last = len(x) * thread // num_threads, len(x) * (thread + 1) // num_threads
-        quantize_rows(x, qvalues, factors, first, last)
+        quantize_rows(x, qvalues, factors, limit, first, last)
 
 
 def load() -> None:
@@ -52,6 +65,8 @@ def load() -> None:
     load_entries(_serial, _parallel)
 
 
-def run(x: Floats, qvalues: npt.NDArray[np.uint8], factors: Floats, num_threads: int) -> None:
-    """Quantize x [T, K] into `qvalues` [T, K] and scales `factors` [T]."""
-    run_serial_or_parallel(_serial, _parallel, x, qvalues, factors, num_threads=num_threads)
+def run(
+    x: Floats, qvalues: npt.NDArray[np.uint8], factors: Floats, limit: float, num_threads: int
+) -> None:
+    """Quantize x [T, K] into `qvalues` [T, K] and scales `factors` [T]; see `quantize_rows`."""
+    run_serial_or_parallel(_serial, _parallel, x, qvalues, factors, limit, num_threads=num_threads)

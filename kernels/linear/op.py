@@ -7,12 +7,12 @@ When a model is loaded, its weights are rearranged once into one of these CPU fo
   to 32 rows, and equally fast for more rows. In all measurements so far (docs/performance.md), the
   order of summation did not depend on the number of rows or threads. oneDNN does not guarantee
   this, so `pack_batch_invariant` tests it, and pads the rows if the test fails;
-- INT8, with one scale s_w per weight row, and one scale s_x per activation row that is computed at
-  run time: y = s_x s_w (x / s_x)₈ (W / s_w)₈ᵀ, where ()₈ rounds to 8 bits. The int32 sums are
-  exact, so the result for a row does not depend on other rows. CPUs with AMX, AVX-512 VNNI or AVX2
-  use `cpu_packed_int8` if K is a multiple of its tile size. Otherwise, oneDNN computes the layer on
-  CPUs with VNNI, and FBGEMM on other CPUs. With FBGEMM, activations are quantized to 7 bits,
-  because FBGEMM's products of 8 by 8 bits saturate.
+- INT8, with one scale s_w per weight row: y = s_x s_w (x / s_x)₈ (W / s_w)₈ᵀ, where ()₈ rounds to
+  8 bits. The scale s_x of an activation row is computed at run time, or it is static. The int32
+  sums are exact, so the result for a row does not depend on other rows. CPUs with AMX, AVX-512 VNNI
+  or AVX2 use `cpu_packed_int8` if K is a multiple of its tile size. Otherwise, oneDNN computes the
+  layer on CPUs with VNNI, and FBGEMM on other CPUs. With FBGEMM, activations are quantized to 7
+  bits, because FBGEMM's products of 8 by 8 bits saturate.
 
 On a GPU, this module offers only `pack_batch_invariant` (see `batch_invariant`).
 """
@@ -166,11 +166,12 @@ class OneDnnInt8Linear:
     scales: Tensor  # [N] float32 scales of the weights
     zeros: Tensor  # [N] int32 zero points of the weights: all 0
     bias: Tensor | None
+    input_limit: float  # `limit` of `quantize_per_token`
 
     def __call__(self, x: Tensor) -> Tensor:
         if not len(x):
             return x.new_empty(0, len(self.scales))
-        qvalues, factors = quantize_per_token(x)
+        qvalues, factors = quantize_per_token(x, self.input_limit)
         y: Tensor = torch.ops.onednn.qlinear_pointwise(
             qvalues, 1.0, ZERO_POINT, self.packed, self.scales, self.zeros,
             None, 1.0, 0, torch.float32, "none", [], "",
@@ -189,9 +190,13 @@ class FbgemmInt8Linear:
     packed: Any  # weights in FBGEMM's opaque layout
     bias: Tensor | None
     steps: int  # largest magnitude of a quantized activation
+    input_limit: float  # `limit` of `quantize_per_token`
 
     def __call__(self, x: Tensor) -> Tensor:
         largest = x.abs().amax(-1, keepdim=True).clamp_min_(torch.finfo(x.dtype).tiny)
+        if self.input_limit:
+            largest = torch.where(largest.isfinite(), self.input_limit, largest)
+            x = x.clamp(-self.input_limit, self.input_limit)
         y: Tensor = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
             x / largest, 1 / self.steps, self.steps + 1, self.packed
         )
@@ -204,19 +209,24 @@ def pack_int8(weight: Tensor, bias: Tensor | None) -> PackedLinear:
     return pack_int8_matrix(quantize_weight(weight, "int8"), bias)
 
 
-def pack_int8_codes(qweight: Tensor, scales: Tensor, bias: Tensor | None) -> PackedLinear:
+def pack_int8_codes(
+    qweight: Tensor, scales: Tensor, bias: Tensor | None, input_limit: float = 0.0
+) -> PackedLinear:
     """Pack weights that are already quantized; activations are quantized at run time.
 
     Args:
         qweight: [N, K] int8.
         scales: [N] float32; the value of a weight is its code times the scale of its row.
         bias: [N] float32 or None.
+        input_limit: largest magnitude of an activation with a static scale, 127 times this scale.
+            0: each row gets its own scale, see `quantize_rows`.
     """
     if supports_int8_tiles(qweight):
-        return pack_int8_tiles(qweight, scales, bias)
+        return pack_int8_tiles(qweight, scales, bias, input_limit)
     if _has_vnni():
         packed = torch.ops.onednn.qlinear_prepack(qweight, None)
-        return OneDnnInt8Linear(packed, scales, torch.zeros(len(qweight), dtype=torch.int32), bias)
+        zeros = torch.zeros(len(qweight), dtype=torch.int32)
+        return OneDnnInt8Linear(packed, scales, zeros, bias, input_limit)
     zeros = torch.zeros(len(qweight), dtype=torch.int64)
     with warnings.catch_warnings():
         # torch has deprecated quantized tensors, and warns. FBGEMM packs no other tensors, and the
@@ -229,7 +239,7 @@ def pack_int8_codes(qweight: Tensor, scales: Tensor, bias: Tensor | None) -> Pac
         packed = torch.ops.quantized.linear_prepack(quantized, None)
     finally:
         torch.backends.quantized.engine = before
-    return FbgemmInt8Linear(packed, bias, FBGEMM_QMAX)
+    return FbgemmInt8Linear(packed, bias, FBGEMM_QMAX, input_limit)
 
 
 FBGEMM_QMAX = 63
@@ -245,13 +255,15 @@ def _has_vnni() -> bool:
     return torch.cpu._is_vnni_supported()
 
 
-def pack_int8_matrix(matrix: QuantizedMatrix, bias: Tensor | None) -> PackedLinear:
+def pack_int8_matrix(
+    matrix: QuantizedMatrix, bias: Tensor | None, input_limit: float = 0.0
+) -> PackedLinear:
     """Pack an `int8` matrix with one scale per output and zero points 128.
 
-    The codes of `matrix` are overwritten.
+    The codes of `matrix` are overwritten. For `input_limit` see `pack_int8_codes`.
     """
     codes = matrix.codes.bitwise_xor_(128).view(torch.int8)
-    return pack_int8_codes(codes, matrix.scales.flatten(), bias)
+    return pack_int8_codes(codes, matrix.scales.flatten(), bias, input_limit)
 
 
 def int8_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None, qmax: int) -> Tensor:

@@ -19,6 +19,7 @@ def _quantize_kernel(
     num_groups,
     x_row,
     group_size,  # number of inputs per group; a multiple of TILE if there are several groups
+    limit,  # largest magnitude with a static scale; 0.0: the largest magnitude of each group
     MOST: tl.constexpr,  # largest magnitude of a code: 127 (INT8) or 448 (FP8)
     MIN_LARGEST: tl.constexpr,  # lower bound for the largest magnitude of a group
     GROUPS: tl.constexpr,  # number of groups per program
@@ -39,6 +40,8 @@ def _quantize_kernel(
         largest = tl.maximum(largest, largest_bits(values))
     most = largest.to(tl.float32, bitcast=True)
     most = tl.where(most < MIN_LARGEST, MIN_LARGEST, most)  # keeps NaN
+    # NaN and Inf propagate through the scale, so a static scale does not replace them.
+    most = tl.where((limit > 0) & (most < float("inf")), limit, most)
     step = tl.div_rn(tl.full((GROUPS, 1), MOST, tl.float32), most)
     scale = tl.div_rn(most, tl.full((GROUPS, 1), MOST, tl.float32))
     tl.store(scales + row * num_groups + groups, scale, mask=groups < num_groups)
@@ -159,7 +162,7 @@ def tiles_for(chip: DeviceInfo, is_fp8: bool, num_rows: int) -> Tiles:
 
 
 def quantize_activations_triton(
-    x: Tensor, dtype: torch.dtype, group_size: int, most: float, min_largest: float
+    x: Tensor, dtype: torch.dtype, group_size: int, most: float, min_largest: float, limit: float
 ) -> tuple[Tensor, Tensor]:
     """Return codes [T, K] and scales [T, G]; see `w8a8.quantize_activations`."""
     num_rows, num_inputs = x.shape
@@ -180,6 +183,7 @@ def quantize_activations_triton(
         num_groups,
         x.stride(0),
         num_inputs if one else group_size,
+        limit,
         MOST=most,
         MIN_LARGEST=min_largest,
         GROUPS=groups,

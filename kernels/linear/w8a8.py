@@ -11,9 +11,10 @@ q[t, k] s[t, g(k)], and W[n, k] = c[n, k] r[n, g(k)], so
   of 128 x 128 share a scale). Sums of 128 inputs are scaled and added in float32.
 
 The scales s of the activations are computed at run time, from the inputs of a token only:
-s = max |x| / 127 as in `quantize_rows`, or max |x| / 448 for FP8. If a group contains NaN or Inf,
-s is NaN or Inf, so the error propagates to the output. A row of y does not depend on other rows
-(see `triton_w8a8.tiles_for`).
+s = max |x| / 127 as in `quantize_rows`, or max |x| / 448 for FP8. With a static scale, s is the
+same for all tokens, and larger inputs are clipped. If a group contains NaN or Inf, s is NaN or Inf,
+so the error propagates to the output. A row of y does not depend on other rows (see
+`triton_w8a8.tiles_for`).
 """
 
 from dataclasses import dataclass
@@ -47,12 +48,15 @@ def has_w8a8_products(form: Form, device: torch.device) -> bool:
     return chip.multiplies_int8 if form == "int8" else chip.multiplies_e4m3
 
 
-def quantize_activations(x: Tensor, form: Form, group_size: int) -> tuple[Tensor, Tensor]:
+def quantize_activations(
+    x: Tensor, form: Form, group_size: int, limit: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """Quantize the rows of x [T, K], with one scale per group of `group_size` inputs.
 
     Args:
         x: float32, float16 or bfloat16 with contiguous rows, on a GPU; K is at least 1.
         group_size: `FP8_GROUP_INPUTS`, or K (or more) for one scale per row.
+        limit: largest magnitude of x with a static scale; 0: that of each group.
 
     Returns:
         Codes [T, K], int8 or float8_e4m3fn, and scales [T, G] float32.
@@ -70,15 +74,20 @@ def quantize_activations(x: Tensor, form: Form, group_size: int) -> tuple[Tensor
             f"group_size is {group_size}: expected {FP8_GROUP_INPUTS}, or at least {x.shape[1]} "
             "for one group of all inputs"
         )
-    return quantize_activations_triton(x, _DTYPES[form], group_size, _MOST[form], MIN_SCALE)
+    most = _MOST[form]
+    return quantize_activations_triton(x, _DTYPES[form], group_size, most, MIN_SCALE, limit)
 
 
-def quantize_activations_reference(x: Tensor, form: Form, group_size: int) -> tuple[Tensor, Tensor]:
+def quantize_activations_reference(
+    x: Tensor, form: Form, group_size: int, limit: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """Reference implementation of `quantize_activations`."""
     num_rows, num_inputs = x.shape
     size, most = min(group_size, num_inputs), _MOST[form]
     grouped = functional.pad(x.float(), (0, -num_inputs % size)).view(num_rows, -1, size)
     largest = grouped.abs().amax(2).clamp_min(MIN_SCALE)
+    if limit:
+        largest = torch.where(largest.isfinite(), limit, largest)
     # torch would compute `most / largest` as a product with the reciprocal, which rounds twice.
     steps = torch.full_like(largest, most) / largest
     levels = (grouped * steps[:, :, None]).clamp(-most, most)
@@ -152,15 +161,18 @@ class W8A8Linear:
     weight: Tensor  # [N, K] int8 or float8_e4m3fn
     scales: Tensor  # [G, N] float32
     bias: Tensor | None
+    input_limit: float = 0.0  # `limit` of `quantize_activations`
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map x [T, K] to [T, N]."""
         size = x.shape[1] if len(self.scales) == 1 else FP8_GROUP_INPUTS
-        codes, scales = quantize_activations(x, self.form, size)
+        codes, scales = quantize_activations(x, self.form, size, self.input_limit)
         return w8a8_matmul(codes, scales, self.weight, self.scales, self.bias, dtype=x.dtype)
 
 
-def pack_w8a8(matrix: QuantizedMatrix, bias: Tensor | None, form: str) -> W8A8Linear | None:
+def pack_w8a8(
+    matrix: QuantizedMatrix, bias: Tensor | None, form: str, input_limit: float = 0.0
+) -> W8A8Linear | None:
     """Pack a linear layer with quantized activations, without a copy of the codes.
 
     Args:
@@ -168,6 +180,7 @@ def pack_w8a8(matrix: QuantizedMatrix, bias: Tensor | None, form: str) -> W8A8Li
             overwritten.
         bias: [N] of the dtype of the activations, or None.
         form: form of the activations: "int8", "fp8", or another one, which has no products.
+        input_limit: `limit` of `quantize_activations`.
 
     Returns:
         The layer; None if the device has no product of this form for these weights.
@@ -177,10 +190,10 @@ def pack_w8a8(matrix: QuantizedMatrix, bias: Tensor | None, form: str) -> W8A8Li
         if not _has_int8_codes(matrix) or not has_w8a8_products("int8", codes.device):
             return None
         weight = codes.bitwise_xor_(ZERO_POINT).view(torch.int8)
-        return W8A8Linear("int8", weight, matrix.scales.T.contiguous(), bias)
+        return W8A8Linear("int8", weight, matrix.scales.T.contiguous(), bias, input_limit)
     if form != "fp8" or not _has_fp8_codes(matrix) or not has_w8a8_products("fp8", codes.device):
         return None
-    return W8A8Linear("fp8", codes.view(E4M3), matrix.scales.T.contiguous(), bias)
+    return W8A8Linear("fp8", codes.view(E4M3), matrix.scales.T.contiguous(), bias, input_limit)
 
 
 def _has_int8_codes(matrix: QuantizedMatrix) -> bool:

@@ -208,7 +208,8 @@ class GraphBuilder:
             self._append_each(rows, [MatmulInt4(blocks, linear, out) for linear in linears])
             return
         row_scales = self.scratch("row scales", 1, layout)
-        self._append_each(rows, [Quantize(x, qvalues, row_scales)] * len(rows))
+        limits = [linear.input_limit for linear in linears]
+        self._append_each(rows, [Quantize(x, qvalues, row_scales, limit) for limit in limits])
         self._append_each(
             rows, [MatmulInt8(qvalues, row_scales, linear, out) for linear in linears]
         )

@@ -48,6 +48,7 @@ from penstock.kernels.step_graph.opcodes import (
     INTERLEAVED,
     LAYER_SIZE,
     LAYER_START,
+    LIMIT,
     MATMUL_F32,
     MATMUL_INT4,
     MATMUL_INT8,
@@ -213,12 +214,12 @@ def _compute(
 
 @inner()
 def _int8_op(
-    op: Longs, ints: Longs, arena: Floats, rotation: int, me: int, count: int
-) -> None:  # fmt: skip
+    op: Longs, floats: Floats, ints: Longs, arena: Floats, rotation: int, me: int, count: int
+) -> None:
     """Execute this thread's part of an operation of INT8_OPCODES."""
     first, num_rows = ints[op[FIRST]], ints[op[COUNT]]
     if op[OPCODE] == QUANTIZE:
-        matmuls.quantize(op, arena, first, num_rows, me, count)
+        matmuls.quantize(op, floats[LIMIT], arena, first, num_rows, me, count)
     elif op[OPCODE] == MATMUL_INT8:
         matmuls.int8_linear(op, arena, first, num_rows, (me + rotation) % count, count)
 
@@ -335,7 +336,7 @@ def _make_run(int8: bool, experts: bool, codes: bool, int4: bool) -> Callable[..
                         me, count,
                     )  # fmt: skip
                     if int8:
-                        _int8_op(op, ints, arena, rotation, me, count)
+                        _int8_op(op, floats[number], ints, arena, rotation, me, count)
                     if experts:
                         _expert_op(op, ints, arena, me, count)
                     if codes:

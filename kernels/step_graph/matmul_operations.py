@@ -42,6 +42,7 @@ class Quantize(Operation):
     x: Buffer
     qvalues: Buffer
     row_scales: Buffer
+    limit: float  # see `linear.quantize_rows.quantize_per_token`
 
     def columns(self) -> dict[int, int]:
         return {
@@ -49,6 +50,9 @@ class Quantize(Operation):
             codes.OUT: self.qvalues.at,
             codes.ROW_SCALES: self.row_scales.at,
         }
+
+    def floats(self) -> dict[int, float]:
+        return {codes.LIMIT: self.limit}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

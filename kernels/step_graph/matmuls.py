@@ -96,8 +96,8 @@ def linear(
 
 @inner()
 def quantize(
-    op: Longs, arena: Floats, first_row: int, num_rows: int, me: int, count: int
-) -> None:  # fmt: skip
+    op: Longs, limit: float, arena: Floats, first_row: int, num_rows: int, me: int, count: int
+) -> None:
     """Execute opcode QUANTIZE, see `matmul_operations.Quantize`."""
     width = op[X_WIDTH]
     x = arena[op[X] + first_row * width :][: num_rows * width].reshape(num_rows, width)
@@ -105,7 +105,7 @@ def quantize(
     qvalues = arena[op[OUT] :].view(np.uint8)[bytes_at:][: num_rows * width]
     row_scales = arena[op[ROW_SCALES] + first_row :][:num_rows]
     first, last = _partition(num_rows, me, count)
-    quantize_rows(x, qvalues.reshape(num_rows, width), row_scales, first, last)
+    quantize_rows(x, qvalues.reshape(num_rows, width), row_scales, limit, first, last)
 
 
 @inner()

@@ -94,8 +94,10 @@ the output of a shared expert."""
 
 EPS = 0
 SCALE, CAP = 0, 1
+LIMIT = 0
 NUM_FLOATS = 2
-"""Columns of the table of float parameters: EPS for `Norm`, SCALE and CAP for `Attend`."""
+"""Columns of the table of float parameters: EPS for `Norm`, SCALE and CAP for `Attend`, LIMIT for
+`Quantize`."""
 
 GATES = {"silu": 0, "gelu": 1}
 """Numbers of the gates; "gelu" means the tanh approximation of gelu."""

@@ -161,7 +161,13 @@ def packed(bits: int, size: int, symmetric: bool, act_order: bool = False) -> Fo
     return Form(compressed(weights, "pack-quantized", None), quantize)
 
 
-def int8(symmetric: bool = True, activations: bool = True, size: int = -1) -> Form:
+INPUT_SCALES = (0.01, 0.02)
+"""Static scales of the activations of modules with `HIDDEN` inputs, and of other modules."""
+
+
+def int8(
+    symmetric: bool = True, activations: bool = True, size: int = -1, static: bool = False
+) -> Form:
     """Return INT8 with a scale per channel or group. Symmetric codes are in [-127, 127]."""
 
     def quantize(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
@@ -169,6 +175,9 @@ def int8(symmetric: bool = True, activations: bool = True, size: int = -1) -> Fo
             scales = (weight.abs().amax(1, keepdim=True) / 127).float()
             codes = (weight / scales).round().clamp(-127, 127)
             tensors = {"weight": codes.to(torch.int8), "weight_scale": scales}
+            if static:
+                scale = INPUT_SCALES[weight.shape[1] != HIDDEN]
+                tensors["input_scale"] = torch.tensor([scale])
             return tensors, (codes.double() * scales.double()).float()
         groups = groups_of(weight, size)
         found, scales, zeros = quantize_integers(weight, 8, groups, symmetric)
@@ -184,8 +193,9 @@ def int8(symmetric: bool = True, activations: bool = True, size: int = -1) -> Fo
         "num_bits": 8, "type": "int", "symmetric": symmetric, "dynamic": False,
         "strategy": "channel" if size < 0 else "group", "group_size": None if size < 0 else size,
     }  # fmt: skip
-    token = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
-    return Form(compressed(weights, "int-quantized", token if activations else None), quantize)
+    inputs = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": not static,
+              "strategy": "tensor" if static else "token"}  # fmt: skip
+    return Form(compressed(weights, "int-quantized", inputs if activations else None), quantize)
 
 
 FP8_MAX = 448.0
@@ -273,7 +283,7 @@ WEIGHT_ONLY: dict[str, Form] = {
 }
 """Forms whose products are weight-only on every CPU."""
 
-INT8_PRODUCTS = {"int8-products": int8()}
+INT8_PRODUCTS = {"int8-products": int8(), "int8-static": int8(static=True)}
 FORMS = WEIGHT_ONLY | INT8_PRODUCTS
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from penstock.workers.models.config import Config, Fields, UnsupportedModel
 from penstock.workers.models.weight_scheme import (
+    INPUT_SCALES,
     PER_OUTPUT,
     QuantizationSpec,
     Rule,
@@ -116,14 +117,17 @@ def _read_fp8(options: _Options) -> QuantizationSpec:
     options.only("fmt", "e4m3", "float8_e4m3fn")
     options.only("scale_fmt", "float", None)
     options.only("expert_dtype", "fp8", None)
-    options.only("activation_scheme", "dynamic", "static")
+    is_static = options.only("activation_scheme", "dynamic", "static") == "static"
     options.only("modules_to_convert", None)
     ignore = "modules_to_not_convert"
     if options.values.get(ignore) is None and "ignored_layers" in options.values:
         ignore = "ignored_layers"
     block = options.values.get("weight_block_size")
     if block is None:
-        scheme = WeightScheme("fp8", 8, per_tensor=True, activations="fp8")
+        input_scale = INPUT_SCALES[0] if is_static else ""
+        scheme = WeightScheme(
+            "fp8", 8, per_tensor=True, activations="fp8", input_scale=input_scale
+        )  # fmt: skip
         return _for_all(options, scheme, ignore)
     rows, columns = _block(options, "weight_block_size")
     scheme = WeightScheme(
@@ -194,7 +198,9 @@ def _read_modelopt(options: _Options) -> QuantizationSpec:
     options.only("quant_method", "modelopt", "modelopt_fp4")
     ignore = "exclude_modules" if "exclude_modules" in options.values else "ignore"
     if options.only("quant_algo", "NVFP4", "FP8") == "FP8":
-        scheme = WeightScheme("fp8", 8, per_tensor=True, activations="fp8")
+        scheme = WeightScheme(
+            "fp8", 8, per_tensor=True, activations="fp8", input_scale=INPUT_SCALES[0]
+        )  # fmt: skip
     else:
         options.only("group_size", 16, None)
         scheme = WeightScheme("modelopt nvfp4", 4, 16, activations="fp4")
@@ -276,7 +282,21 @@ def _read_group(group: _Options, form: str) -> WeightScheme:
         symmetric=symmetric,
         act_order=order in ("group", "dynamic", True),
         activations=_activations(group),
+        input_scale=INPUT_SCALES[0] if storage != "packed" and _has_static_scale(group) else "",
     )
+
+
+def _has_static_scale(group: _Options) -> bool:
+    """Return whether the checkpoint has one static scale for the activations of each module.
+
+    Static scales with zero points, or for parts of the activations, are not used.
+    """
+    given = group.inner("input_activations")
+    if given is None or _activations(group) not in ("int8", "fp8"):
+        return False
+    is_dynamic = given.only("dynamic", False, True, "local")
+    symmetric, strategy = given.values.get("symmetric", True), given.values.get("strategy")
+    return not is_dynamic and symmetric is True and strategy == "tensor"
 
 
 def _read_float_of_4_bits(group: _Options, weights: _Options, form: str) -> WeightScheme:

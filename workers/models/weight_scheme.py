@@ -16,6 +16,9 @@ Storage = Literal[
 UNNAMED_KIND = ("mxfp4", "nvfp4", "modelopt nvfp4", "bitsandbytes 4 bits", "bitsandbytes int8")
 """Storages whose names already include the kind of codes."""
 
+INPUT_SCALES = ("input_scale", "activation_scale")
+"""Suffixes that the tensor of a module's static activation scale may have."""
+
 PER_OUTPUT = 0
 """Value of `WeightScheme.group_size` for one scale per output, or one for the whole tensor."""
 
@@ -35,6 +38,8 @@ class WeightScheme:
     zero_offset: int = 0
     scale_name: str = "weight_scale"
     activations: str = ""  # dtype of quantized activations, such as "fp8"; "": not quantized
+    # suffix of the tensor with the static scale of the activations; "": computed at run time
+    input_scale: str = ""
     table: str = ""  # bitsandbytes: table of the codes' values, "nf4" or "fp4"
     nested: bool = False  # bitsandbytes: the scales are quantized too (double quantization)
 
@@ -65,7 +70,8 @@ class WeightScheme:
             return f"{self.storage.removesuffix(' 4 bits')}{table} {scales}{nested}"
         kind = "fp8" if self.storage == "fp8" else f"int{self.bits}"
         order = ", act-order" if self.act_order else ""
-        return f"{self.storage} {kind} {scales}{order}".replace("fp8 fp8", "fp8")
+        static = ", static activations" if self.input_scale else ""
+        return f"{self.storage} {kind} {scales}{order}{static}".replace("fp8 fp8", "fp8")
 
 
 @dataclass(frozen=True, slots=True)

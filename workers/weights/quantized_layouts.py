@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+from penstock.kernels.checks import E4M3_MAX
+from penstock.kernels.linear.quantize_rows import QMAX
 from penstock.kernels.linear.quantized import Kind, QuantizedMatrix, even_groups
 from penstock.workers.layers.parameter import FLOATS
 from penstock.workers.models.config import BadCheckpoint, UnsupportedModel
@@ -103,6 +105,8 @@ def stored_tensors(module: QuantizedModule, region: Region) -> Iterator[StoredTe
             yield from int8_tensors(module, rows, columns)
         case "bitsandbytes 4 bits":
             yield from table_tensors(module, rows, columns)
+    if module.scheme.input_scale:
+        yield StoredTensor(module.scheme.input_scale, (1,), torch.float32, FLOATS, (), ((),))
 
 
 def _row_scales(
@@ -174,6 +178,25 @@ def _by_inputs(
 
 def _group_table(module: QuantizedModule, suffix: str, columns: Ranges | None) -> StoredTensor:
     return StoredTensor(suffix, (module.inputs,), torch.int32, ("I32",), (columns,))
+
+
+def read_input_limit(module: QuantizedModule, tensors: Mapping[str, Tensor]) -> float:
+    """Return the largest magnitude of an activation with the module's static scale; 0: no scale.
+
+    Raises:
+        BadCheckpoint: The scale is not a positive finite number.
+    """
+    scheme = module.scheme
+    if not scheme.input_scale:
+        return 0.0
+    scale = float(tensors[scheme.input_scale])
+    limit = scale * (E4M3_MAX if scheme.activations == "fp8" else QMAX)
+    if not 0 < limit < torch.finfo(torch.float32).max:
+        raise BadCheckpoint(
+            f"tensor {module.name}.{scheme.input_scale} is {scale:g}: expected a positive number, "
+            "the static scale of the activations"
+        )
+    return limit
 
 
 def read_matrix(

@@ -21,10 +21,15 @@ from penstock.workers.layers.linear import Linear, PackingOptions
 from penstock.workers.layers.parameter import FLOATS, Parameter
 from penstock.workers.models.config import UnsupportedModel
 from penstock.workers.models.decoder import Decoder
-from penstock.workers.models.weight_scheme import QuantizationSpec, WeightScheme
+from penstock.workers.models.weight_scheme import INPUT_SCALES, QuantizationSpec, WeightScheme
 from penstock.workers.weights.bitsandbytes_layouts import state_suffix
 from penstock.workers.weights.mxfp4_stacks import check_mxfp4_stack, mxfp4_stack_method
-from penstock.workers.weights.quantized_layouts import check_module, read_matrix, stored_tensors
+from penstock.workers.weights.quantized_layouts import (
+    check_module,
+    read_input_limit,
+    read_matrix,
+    stored_tensors,
+)
 from penstock.workers.weights.quantized_module import QuantizedModule
 from penstock.workers.weights.regions import Region
 from penstock.workers.weights.sharding import region_shape
@@ -38,8 +43,9 @@ class QuantizedMethod:
     """Method of one `Linear` whose modules are quantized in the checkpoint.
 
     Checkpoints with INT8 or FP8 activations use a product of quantized activations, if the device
-    has one for their weights. The scales of activations are computed at run time; static scales of
-    the checkpoint are ignored. All other products are weight-only: activations are not quantized.
+    has one for their weights. The scales of activations are static if the checkpoint has static
+    scales; otherwise they are computed at run time. Fused modules use the largest of their static
+    scales, as in vLLM. All other products are weight-only: activations are not quantized.
     """
 
     modules: tuple[QuantizedModule, ...]
@@ -66,14 +72,16 @@ class QuantizedMethod:
         return found | linear.bias_parameters(names, linear.module_sizes(names))
 
     def finish(self, linear: Linear, packing: PackingOptions) -> None:
+        modules = zip(self.modules, self._loaded, strict=True)
+        limit = max(read_input_limit(module, tensors) for module, tensors in modules)
         matrix = self._matrix(linear)
         dtype, inputs = linear.weight.dtype, linear.weight.shape[1]
         if self._uses_int8_product(matrix, dtype):
-            linear.packed = pack_int8_matrix(matrix, linear.bias)
+            linear.packed = pack_int8_matrix(matrix, linear.bias, limit)
         else:
             # `quantized_modules` refuses fused modules with different schemes.
             activations = self.modules[0].scheme.activations
-            linear.packed = pack_w8a8(matrix, linear.bias, activations) or pack_quantized(
+            linear.packed = pack_w8a8(matrix, linear.bias, activations, limit) or pack_quantized(
                 matrix, linear.bias, dtype, int8_activations=activations == "int8"
             )
         linear.weight = torch.empty(0, inputs, dtype=dtype, device=matrix.codes.device)
@@ -210,17 +218,20 @@ def _scheme_of(
     if scheme is None or (weight is not None and weight.dtype in FLOATS):
         return None
     if scheme.per_tensor and f"{module}.weight_scale_inv" in entries:
-        return replace(scheme, scale_name="weight_scale_inv")
+        scheme = replace(scheme, scale_name="weight_scale_inv")
+    if scheme.input_scale:
+        found = [suffix for suffix in INPUT_SCALES if f"{module}.{suffix}" in entries]
+        scheme = replace(scheme, input_scale=found[0] if found else scheme.input_scale)
     return scheme
 
 
 UNUSED_SUFFIXES = (
-    *("input_scale", "input_zero_point", "activation_scale", "weight_shape"),
+    *(*INPUT_SCALES, "input_zero_point", "weight_shape"),
     *("k_scale", "v_scale", "q_scale", "output_scale", "input_global_scale"),
 )
-"""Suffixes of tensors in quantized checkpoints that are not loaded. They are not needed:
-activations are quantized at run time or not at all, the KV cache has no static scales, and shapes
-are known."""
+"""Suffixes of tensors in quantized checkpoints that need not be loaded. A static scale of
+activations is loaded only if the scheme uses it (`WeightScheme.input_scale`), the KV cache has no
+static scales, and shapes are known."""
 
 
 def assign_methods(

@@ -52,6 +52,7 @@ def group_size(inputs: int, has_groups: bool) -> int:
     form=st.sampled_from(FORMS),
     has_groups=st.booleans(),
     dtype=st.sampled_from(DTYPES),
+    limit=st.sampled_from([0.0, 0.02, 3.0]),
 )
 def test_activations_have_the_codes_and_scales_of_the_reference(
     device: torch.device,
@@ -61,6 +62,7 @@ def test_activations_have_the_codes_and_scales_of_the_reference(
     form: Form,
     has_groups: bool,
     dtype: torch.dtype,
+    limit: float,
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, inputs + 3, generator=generator) * torch.logspace(-3, 3, rows)[:, None]
@@ -68,10 +70,10 @@ def test_activations_have_the_codes_and_scales_of_the_reference(
     x[torch.rand(rows, inputs, generator=generator) < 0.1] = 0
     size = group_size(inputs, has_groups)
     with poisoned_memory():
-        codes, scales = quantize_activations(x.to(device), form, size)
+        codes, scales = quantize_activations(x.to(device), form, size, limit)
     # The reference runs on the CPU, because torch divides by a number differently on a GPU: it
     # multiplies by the reciprocal of the number.
-    expected, expected_scales = quantize_activations_reference(x, form, size)
+    expected, expected_scales = quantize_activations_reference(x, form, size, limit)
     assert codes.dtype == expected.dtype
     assert torch.equal(scales.cpu(), expected_scales)
     assert torch.equal(codes.cpu().view(torch.uint8), expected.view(torch.uint8))

@@ -8,7 +8,7 @@ import torch
 from penstock.kernels.linear.cpu_packed_int8 import pack_int8_tiles
 from penstock.kernels.linear.quantize_rows import ZERO_POINT, quantize_per_token
 from penstock.kernels.step_graph.builder import GraphBuilder
-from penstock.kernels.step_graph.opcodes import MATMUL_INT8, OPCODE, QUANTIZE
+from penstock.kernels.step_graph.opcodes import LIMIT, MATMUL_INT8, OPCODE, QUANTIZE
 
 
 def plain_columns(
@@ -27,8 +27,9 @@ def plain_columns(
             y[row * width + column] = total * scales[column] * row_scales[row] + bias[column]
 
 
+@pytest.mark.parametrize("limit", [0.0, 1.5])
 def test_int8_linear_equals_the_product_of_quantized_values(
-    monkeypatch: pytest.MonkeyPatch,
+    limit: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from penstock.kernels.step_graph import matmuls
 
@@ -47,15 +48,16 @@ def test_int8_linear_equals_the_product_of_quantized_values(
     scales, bias = torch.rand(192), torch.randn(192)
     builder = GraphBuilder(8, torch.zeros(1, 2, 8, 1, 1, 8))
     x, y = builder.alloc(128), builder.alloc(192)
-    builder.linear(x, pack_int8_tiles(qweight, scales, bias), y)
+    builder.linear(x, pack_int8_tiles(qweight, scales, bias, limit), y)
     graph, values = builder.build(), torch.randn(8, 128)
     graph.view(x, 8).copy_(values)
     assert graph.table[:, OPCODE].tolist() == [QUANTIZE, MATMUL_INT8]
     for first, num_rows in ((0, 5), (5, 3)):  # two ranges of rows, like those of two experts
-        for op in graph.table:
+        for op, floats in zip(graph.table, graph.floats, strict=True):
+            given = (floats[LIMIT],) if op[OPCODE] == QUANTIZE else ()
             for thread in range(2):
-                execute[op[OPCODE]](op, graph.arena.numpy(), first, num_rows, thread, 2)
-    qvalues, row_scales = quantize_per_token(values)
+                execute[op[OPCODE]](op, *given, graph.arena.numpy(), first, num_rows, thread, 2)
+    qvalues, row_scales = quantize_per_token(values, limit)
     sums = (qvalues.double() - ZERO_POINT) @ qweight.double().T
     expected = sums * scales * row_scales.view(-1, 1) + bias
     torch.testing.assert_close(graph.view(y, 8), expected.float(), rtol=1e-5, atol=1e-4)

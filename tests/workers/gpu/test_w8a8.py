@@ -53,7 +53,7 @@ def check_product(linear: Linear, weight: torch.Tensor, has_groups: bool) -> Non
     num_inputs = weight.shape[1]
     x = torch.randn(5, num_inputs)
     codes, scales = quantize_activations_reference(
-        x, linear.packed.form, 128 if has_groups else num_inputs
+        x, linear.packed.form, 128 if has_groups else num_inputs, linear.packed.input_limit
     )
     expected = dequantize(codes, scales) @ weight.double().T
     found = linear(x.to(DEVICE)).cpu()
@@ -66,7 +66,7 @@ def check_product(linear: Linear, weight: torch.Tensor, has_groups: bool) -> Non
 @pytest.mark.parametrize(
     "name",
     ["fp8-blocks", "fp8-block-dynamic", "fp8-hugging-face-tensor", "fp8-tensor-static",
-     "fp8-channel-dynamic", "int8-products"],
+     "fp8-channel-dynamic", "int8-products", "int8-static"],
 )  # fmt: skip
 def test_checkpoints_with_quantized_activations_use_w8a8_products(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -79,6 +79,8 @@ def test_checkpoints_with_quantized_activations_use_w8a8_products(
         if isinstance(linear.packed, W8A8Linear):
             fused = torch.cat([weights[f"{each}.weight"] for each in names])
             check_product(linear, fused, has_groups="block" in name)
+            is_static = "static" in name or name == "fp8-hugging-face-tensor"
+            assert (linear.packed.input_limit > 0) == is_static
             checked += 1
     assert checked == 4 * len(decoder.layers)
     assert not [each for each in caplog.records if "weight-only" in each.message]

@@ -44,7 +44,10 @@ def name_of(value: Any, module: str = "model.layers.0.mlp.up_proj") -> str:
     ("config", "name"),
     [
         (FP8, "fp8 blocks of 128 x 128"),
-        (FP8 | {"weight_block_size": None, "activation_scheme": "static"}, "fp8 per tensor"),
+        (
+            FP8 | {"weight_block_size": None, "activation_scheme": "static"},
+            "fp8 per tensor, static activations",
+        ),
         (compressed(), "fp8 per channel"),
         (compressed(WEIGHTS | {"strategy": "tensor"}), "fp8 per tensor"),
         (compressed(WEIGHTS | {"type": "int"}, format="int-quantized"), "int8 int8 per channel"),
@@ -55,7 +58,7 @@ def name_of(value: Any, module: str = "model.layers.0.mlp.up_proj") -> str:
         (GPTQ | {"desc_act": True}, "gptq int4 groups of 128, act-order"),
         (AWQ, "awq int4 groups of 128"),
         (MODELOPT, "modelopt nvfp4 groups of 16"),
-        (MODELOPT | {"quant_algo": "FP8"}, "fp8 per tensor"),
+        (MODELOPT | {"quant_algo": "FP8"}, "fp8 per tensor, static activations"),
         (BNB, "bitsandbytes nf4 groups of 64, double quantization"),
         (
             BNB | {"bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": False},

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from penstock.kernels.cpu_common.cpu_features import has_avx2
+from penstock.kernels.linear.cpu_packed_int8 import PackedLinearInt8, has_int8_loops
 from penstock.workers.config import WorkerConfig
 from penstock.workers.engine.engine import Engine
 from penstock.workers.layers import packing
@@ -23,6 +25,7 @@ from tests.support.quantized import (
     FLOAT,
     FORMS,
     HIDDEN,
+    INPUT_SCALES,
     WEIGHT_ONLY,
     make_quantized,
     small,
@@ -107,6 +110,46 @@ def test_int8_products_are_those_of_quantization_while_loading(
     assert found[0] == expected[0]
     for ours, theirs in zip(found[1], expected[1], strict=True):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.skipif(not has_int8_loops(), reason="needs AVX2 or VNNI")
+def test_static_scales_of_activations_are_used(tmp_path: Path) -> None:
+    reference = make_quantized(tmp_path, FORMS["int8-static"])
+    _, decoder = load_model(tmp_path, "auto", CPU)
+    layers = [linear for names, linear in decoder.linears() if names != ("lm_head",)]
+    for linear in layers:
+        scale = INPUT_SCALES[linear.weight.shape[1] != HIDDEN]
+        assert isinstance(linear.packed, PackedLinearInt8)
+        assert linear.packed.input_limit == pytest.approx(127 * scale)
+    scale, linear = INPUT_SCALES[0], layers[0]
+    codes = torch.randint(-127, 128, (9, HIDDEN)).double()
+    x = codes + torch.rand(9, HIDDEN) * 0.8 - 0.4  # far from ties
+    x[0, :5], codes[0, :5] = 1000.0, 127  # clipped
+    weight = reference.model.layers[0].self_attn.q_proj.weight.double()
+    expected = scale * codes @ weight.T
+    found = linear((scale * x).float())[:, : len(weight)].double()
+    # The bound counts the roundings of both scales, of two products and of the weights.
+    bound = 6 * 2.0**-24 * (scale * codes.abs() @ weight.abs().T)
+    assert ((found - expected).abs() <= bound).all()
+
+
+@pytest.mark.skipif(not has_int8_loops(), reason="needs AVX2 or VNNI")
+def test_fused_modules_use_the_largest_static_scale(tmp_path: Path) -> None:
+    make_quantized(tmp_path, FORMS["int8-static"])
+    path = tmp_path / "model.safetensors"
+    module = "model.layers.0.self_attn.k_proj"
+    save_file(load_file(path) | {f"{module}.input_scale": torch.tensor(0.5)}, path)
+    _, decoder = load_model(tmp_path, "auto", CPU)
+    [packed] = [linear.packed for names, linear in decoder.linears() if module in names]
+    assert isinstance(packed, PackedLinearInt8)
+    assert packed.input_limit == 0.5 * 127
+
+
+def test_step_graph_uses_static_scales(tmp_path: Path) -> None:
+    make_quantized(tmp_path, FORMS["int8-static"])
+    _, decoder = load_model(tmp_path, "auto", CPU)
+    expected = generate(decoder, prompts(), MAX_NEW, CHUNK)[0]
+    assert answers(make_engine(tmp_path)) == expected
 
 
 def mixtral() -> Any:

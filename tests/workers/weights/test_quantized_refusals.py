@@ -82,6 +82,12 @@ def removed(name: str) -> Callable[[Tensors], object]:
             replaced(f"{Q}.weight_scale", torch.ones(2)),
             rf"{Q}.weight_scale has shape \[2\].*requires \[1\]",
         ),
+        (
+            "fp8-tensor-static",
+            replaced(f"{Q}.input_scale", torch.zeros(1)),
+            f"tensor {Q}.input_scale is 0: expected a positive number",
+        ),
+        ("fp8-tensor-static", removed(f"{Q}.input_scale"), f"lacks tensor {Q}.input_scale"),
         ("gptq-4-act-order", removed(f"{DOWN}.g_idx"), f"lacks tensor {DOWN}.g_idx"),
         ("gptq-4-act-order", removed(f"{DOWN}.qzeros"), f"lacks tensor {DOWN}.qzeros"),
         (
@@ -206,8 +212,8 @@ def test_products_that_the_device_lacks_are_logged_once(
     load_model(made["awq"], "auto", CPU)
     [record] = [each for each in caplog.records if "weight-only" in each.message]
     assert (
-        "FP8 matrix multiplication is not available for fp8 per tensor on cpu with float32"
-        in record.message
+        "FP8 matrix multiplication is not available for fp8 per tensor, static activations on "
+        "cpu with float32" in record.message
     )
 
 
