@@ -1,7 +1,7 @@
-"""Readiness probe of a worker's pod: the pod is ready if its worker has computed a token recently.
+"""Readiness probe of a worker's pod: the pod is ready if a step of its worker succeeded recently.
 
 Each worker keeps a file in the folder that `node_drain` uses. The modification time of the file is
-the time of the worker's last token. The command `python -m
+the time of the worker's last successful step. The command `python -m
 penstock.cluster.kubernetes.readiness_probe SECONDS` exits with 0 if the newest of these files is at
 most SECONDS old.
 """
@@ -27,7 +27,7 @@ async def keep_readiness_file(silence: Callable[[], float]) -> None:
     """Keep the readiness file of this process up to date until cancelled.
 
     Args:
-        silence: returns the seconds since the worker's last token.
+        silence: returns the seconds since the worker's last successful step.
     """
     if FOLDER_VARIABLE not in os.environ:
         return
@@ -47,7 +47,7 @@ def not_ready_reason(folder: Path, seconds: float, now: float) -> str:
 
     Args:
         folder: folder with the workers' readiness files.
-        seconds: largest allowed age of a worker's last token.
+        seconds: largest allowed age of a worker's last successful step.
         now: present time, in seconds since 1970.
     """
     ages = [
@@ -68,7 +68,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m penstock.cluster.kubernetes.readiness_probe", description=__doc__
     )
     parser.add_argument(
-        "seconds", type=float, help="largest allowed age of a worker's last token, in seconds"
+        "seconds",
+        type=float,
+        help="largest allowed age of a worker's last successful step, in seconds",
     )
     given = parser.parse_args(arguments)
     if FOLDER_VARIABLE not in os.environ:
@@ -82,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _age(mark: Path, now: float) -> float | None:
-    """Return the seconds since a worker's last token, or None if the worker is dead."""
+    """Return the seconds since a worker's last successful step, or None if the worker is dead."""
     if psutil.pid_exists(int(mark.name.removesuffix(READINESS_SUFFIX))):
         with suppress(FileNotFoundError):
             return now - mark.stat().st_mtime

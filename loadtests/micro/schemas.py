@@ -1,7 +1,7 @@
 """Checks structured outputs with thousands of random JSON Schemas.
 
 `python -m penstock.loadtests.micro.schemas` draws random schemas from `KEYWORDS`. The median schema
-has ten properties, and objects and arrays are nested up to four deep. Each schema is checked in
+has 12 properties, and objects and arrays are nested up to four deep. Each schema is checked in
 three ways with the tokenizer of the bundled model:
 
 - Random answer: a token is drawn from each mask, until the end token is allowed or the answer is

@@ -1,9 +1,11 @@
 """`penstock simulate scaling`: compares the autoscaler with others and checks its goals.
 
 For every load and cold start, all scalers get the same arrivals and start with the workers of
-static peak capacity (see `load.static_peak`). The product's autoscaler has two goals at a cold
+static peak capacity (see `load.static_peak`). The product's autoscaler has three goals at a cold
 start of 30 s. The number of requests that meet their latency goals must be at least 99% of the
-number with static peak capacity. The worker hours must stay within the limits of each `Case`.
+number with static peak capacity. Where the `Case` sets these factors, the worker hours must be at
+most `of_peak` times those of static peak capacity, and at most `of_clairvoyant` times those of the
+clairvoyant scaler.
 """
 
 import sys
