@@ -24,7 +24,7 @@ class ClusterSecrets:
 
     # Workers accept only connections from routers that send this token.
     token: str = field(repr=False)
-    # Secret key of the hash from which the block hashes of each sequence start (see `root_hash`).
+    # Secret key of the root hash, from which each sequence's chain of block hashes starts.
     hash_key: bytes = field(repr=False)
 
     @classmethod

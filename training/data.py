@@ -176,7 +176,7 @@ class BatchMaker:
         return weights
 
     def _forced_length(self, answer: list[int]) -> int:
-        """Return the number of tokens at the start of the answer that a grammar forces."""
+        """Return how many tokens at the start of the answer are forced by a grammar."""
         return max(len(start) for start in (*self._forced, []) if answer[: len(start)] == start)
 
     def _prompt_weights(self, length: int) -> list[float]:

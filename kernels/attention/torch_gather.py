@@ -40,7 +40,7 @@ class _Decodes:
 
     tokens: Tensor | None  # [B] numbers of the query rows; None means all rows, in order
     blocks: Tensor  # [2 B H M] numbers of the pages, as rows of the cache viewed as [2 N H, S W]
-    unseen: Tensor  # numbers of masked rows of the gathered blocks, viewed as [2 B H M S, D]
+    unseen: Tensor  # indices of masked rows, if the gathered blocks are viewed as [2 B H M S, D]
     mask: Tensor  # [B, 1, 1, M S] 0, or -inf at masked positions
     own: Tensor  # [B] index of each token's own position among the M S gathered positions
 

@@ -36,7 +36,7 @@ def apply_token_mask_(logits: Tensor, rows: Tensor, words: Tensor) -> None:
     check("words", words, (len(rows), "W"), (torch.int32,), like=logits)
     if words.shape[1] * BITS < logits.shape[1]:
         raise ValueError(
-            f"words has {words.shape[1] * BITS} bits per mask: expected at least "
+            f"`words` has {words.shape[1] * BITS} bits per mask: expected at least "
             f"{logits.shape[1]}, one per token"
         )
     if use_triton(logits):

@@ -36,7 +36,7 @@ class ExpertLayout:
     """
 
     at: int  # index of [2, E]: each expert's first row, then each expert's number of rows
-    choices: int  # index of [T, k]: first the expert of each choice; after sorting, its row
+    choices: int  # index of [T, k]: each choice's expert before sorting, each choice's row after it
     num_experts: int
     top_k: int
 

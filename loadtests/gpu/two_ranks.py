@@ -228,7 +228,10 @@ def compare(
 
 
 def different(loads: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return a failure if one and two ranks have too few equal first tokens in the larger load."""
+    """Return a failure if runs with one and two ranks differ in too many first tokens.
+
+    Only the larger load counts.
+    """
     name, found = list(loads.items())[-1]
     fraction = found["equal_first_tokens"]
     if fraction >= LEAST_EQUAL:

@@ -1,4 +1,4 @@
-"""Limits the open connections of each client address to a gRPC port.
+"""Limits how many connections each client address may have open to a gRPC port.
 
 gRPC limits the total number of connections of a port, but not the number of connections of each
 client address. One client could therefore prevent all others from connecting. gRPC accepts
@@ -41,8 +41,9 @@ This pause limits the checks to less than a tenth of a core.
 class ConnectionGuard:
     """Closes the newest connections of a client address that has too many connections to a port.
 
-    A thread checks the connections periodically. If this process has no more open descriptors than
-    the limit, no address can exceed the limit. In this usual case, a check is only one system call.
+    A thread checks the connections periodically. While this process has
+    at most as many open descriptors as the limit allows connections, no address can exceed the
+    limit. In this usual case, a check is only one system call.
 
     Args:
         port: number of the port on which this process listens.

@@ -15,7 +15,7 @@ Errors of this type with another text mean that the server used gRPC in a wrong 
 
 
 class _LostCalls(logging.Filter):
-    """Logs gRPC's records about replies that could not be sent as DEBUG, not as errors.
+    """Logs gRPC's records about unsent replies at the level DEBUG instead of ERROR.
 
     A reply cannot be sent after the client has disconnected or the call's deadline has expired. If
     gRPC learns of this only while it sends the reply, it logs an error with a traceback.

@@ -14,8 +14,9 @@ log = logging.getLogger(__name__)
 def client_network(address: str) -> str:
     """Return the part of an IP address that identifies a client.
 
-    An IPv4 address identifies a client as a whole. For an IPv6 address, the result is the network
-    of its first 64 bits, because one client can usually use all addresses of such a network.
+    For an IPv4 address, the result is the whole address. For an IPv6 address, the result is the
+    network of its first 64 bits, because one client can usually use all addresses of such a
+    network.
     """
     if ":" not in address:
         return address

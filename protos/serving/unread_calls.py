@@ -56,5 +56,5 @@ def close_connection(port: int, peer: str) -> None:
 
 
 def _address(host: str) -> str:
-    """Return an IP address. An IPv6 socket puts `::ffff:` before an IPv4 address; remove it."""
+    """Return `host` without `::ffff:`, which IPv6 sockets put before IPv4 addresses."""
     return host.removeprefix("::ffff:")

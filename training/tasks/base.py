@@ -161,7 +161,7 @@ class Task:
         return [examples[0], *(replace(example, prompt=example.again) for example in examples[1:])]
 
     def held_out(self, count: int, seed: int = 0) -> list[Example]:
-        """Return `count` different held-out examples, or fewer if the family has not so many.
+        """Return `count` different held-out examples, or fewer if the family has fewer.
 
         Equal seeds give equal examples.
         """

@@ -166,7 +166,10 @@ def split(
 
 
 def _even_ranges(num_items: int, most: int) -> Iterator[tuple[int, int]]:
-    """Yield as few ranges [first, last) as possible, nearly equal, of at most `most` items."""
+    """Split `num_items` items into the fewest nearly equal ranges [first, last).
+
+    No range has more than `most` items.
+    """
     num_ranges = -(-num_items // max(1, most))
     return pairwise(num_items * index // num_ranges for index in range(num_ranges + 1))
 
@@ -205,7 +208,11 @@ class Coverage:
         self._unannounced = self._missing = (stop - start) * rectangle.area
 
     def announce(self, shard: Shard, num_bytes: int) -> None:
-        """Record a message; raise `BadShard` if it is outside, overlaps or has a wrong size."""
+        """Record a message.
+
+        Raise `BadShard` if the message has a wrong size, overlaps another one, or lies outside of
+        this rank's part.
+        """
         block_size = self.shape.block_size
         inside = self.start <= shard.start < shard.stop <= self.stop
         if not inside or not self.rectangle.contains(shard.rectangle):

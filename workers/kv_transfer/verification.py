@@ -51,7 +51,9 @@ def inspect(message: Tensor, num_bytes: int) -> Tensor:
 
 
 def verify(found: Sequence[int], epoch: int, index: int) -> str:
-    """Return the problem of a message, or "" if it is valid; `found` is a result of `inspect`.
+    """Return the reason why a message is invalid, or "" if it is valid.
+
+    `found` is a result of `inspect`.
 
     Raises:
         PairBroken: The trailer is that of another message, so messages were lost or reordered.

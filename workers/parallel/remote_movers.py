@@ -76,7 +76,7 @@ class RemoteRankMover:
             while message := self._reports.read():
                 on_report(wire.Report.FromString(message))
         except RankLost as error:  # only log the error, because the loss of a rank ends the worker
-            log.info("lost the connection for reports of rank %d: %s", self._rank, error)
+            log.info("the connection for the reports of rank %d was lost: %s", self._rank, error)
 
 
 def make_remote_movers(

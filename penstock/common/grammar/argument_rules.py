@@ -160,7 +160,7 @@ def checked_root(schema: Any) -> tuple[Mapping[str, Any], str]:
     if not isinstance(found, dict):
         name = schema.get("$ref") if isinstance(schema, dict) else schema
         raise UnsupportedSchemaError(
-            "/$ref", f"{name!r:.80} leads to no object in this schema: correct the reference"
+            "/$ref", f"the reference {name!r:.80} does not point to an object in this schema"
         )
     if found is not schema:
         path = str(schema["$ref"])[1:]

@@ -40,7 +40,7 @@ class ParsedChatFormatter(ChatFormatter):
         super().__init__(context)
         self._parsing = parsing
         self._answers: dict[int, AnswerPieces] = {}  # answers of a stream, by index of the choice
-        # JSON before and after the text of a piece, by choice, kind of piece and call.
+        # JSON before and after a piece's text; the key is (choice, kind of the piece, call).
         self._sides: dict[tuple[int, str, int], tuple[str, str]] = {}
         self.token_chunk = self._token_chunk
 

@@ -50,7 +50,7 @@ def test_exactly_the_tokens_with_a_clear_bit_are_excluded() -> None:
 
 
 def test_mask_that_is_too_short_is_refused() -> None:
-    with pytest.raises(ValueError, match="words has 32 bits per mask: expected at least 40"):
+    with pytest.raises(ValueError, match="`words` has 32 bits per mask: expected at least 40"):
         apply_token_mask_(
             torch.zeros(1, 40), torch.tensor([0]), torch.zeros(1, 1, dtype=torch.int32)
         )
