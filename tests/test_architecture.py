@@ -92,6 +92,12 @@ def test_each_call_leads_to_the_next_row() -> None:
     assert [row for row, after in calls if after.function.split(".")[-1] != row.successor] == []
 
 
+def test_request_crosses_at_most_12_packages_from_the_api_to_the_kernel() -> None:
+    kernel = next(row for row in PATH if row.path.startswith("kernels/"))
+    packages = {str(Path(row.path).parent) for row in PATH[: kernel.number]}
+    assert len(packages) <= 12, sorted(packages)
+
+
 def test_every_package_is_in_the_page() -> None:
     folders = {
         str(path.parent.relative_to(ROOT))
