@@ -59,8 +59,8 @@ def has_online_w8a8(form: WeightForm, device: torch.device) -> bool:
 def not_deterministic(what: str, device: torch.device, dtype: torch.dtype) -> ValueError:
     """Return the error that layers of kind `what` are not batch-invariant on this device."""
     return ValueError(
-        f"deterministic mode is not available: {what} need dtype float32 and numba on a CPU with "
-        "AVX2, or a GPU that has products of quantized activations (W8A8) for them; the device is "
+        f"deterministic mode is not available: {what} need a CPU with AVX2 (with dtype float32 and "
+        "numba), or a GPU that supports W8A8 products for these weights; the device is "
         f"{device.type}, and the dtype is {str(dtype).removeprefix('torch.')}"
     )
 

@@ -141,7 +141,7 @@ class BackgroundRuns:
         if len(self._runs.get(tenant, ())) >= MAX_PER_TENANT:
             raise ServingError(
                 Code.OVERLOADED,
-                f"{MAX_PER_TENANT} background responses of this API key are being generated, the "
+                f"this API key already has {MAX_PER_TENANT} background responses in progress, the "
                 "maximum: call again later",
                 "background",
                 RETRY_SECONDS,
