@@ -122,16 +122,17 @@ def _read_fp8(options: _Options) -> QuantizationSpec:
     ignore = "modules_to_not_convert"
     if options.values.get(ignore) is None and "ignored_layers" in options.values:
         ignore = "ignored_layers"
+    input_scale = INPUT_SCALES[0] if is_static else ""
     block = options.values.get("weight_block_size")
     if block is None:
-        input_scale = INPUT_SCALES[0] if is_static else ""
         scheme = WeightScheme(
             "fp8", 8, per_tensor=True, activations="fp8", input_scale=input_scale
         )  # fmt: skip
         return _for_all(options, scheme, ignore)
     rows, columns = _block(options, "weight_block_size")
     scheme = WeightScheme(
-        "fp8", 8, columns, rows, scale_name="weight_scale_inv", activations="fp8"
+        "fp8", 8, columns, rows, scale_name="weight_scale_inv", activations="fp8",
+        input_scale=input_scale,
     )  # fmt: skip
     return _for_all(options, scheme, ignore)
 
@@ -282,7 +283,7 @@ def _read_group(group: _Options, form: str) -> WeightScheme:
         symmetric=symmetric,
         act_order=order in ("group", "dynamic", True),
         activations=_activations(group),
-        input_scale=INPUT_SCALES[0] if storage != "packed" and _has_static_scale(group) else "",
+        input_scale=INPUT_SCALES[0] if bits == 8 and _has_static_scale(group) else "",
     )
 
 
@@ -296,7 +297,8 @@ def _has_static_scale(group: _Options) -> bool:
         return False
     is_dynamic = given.only("dynamic", False, True, "local")
     symmetric, strategy = given.values.get("symmetric", True), given.values.get("strategy")
-    return not is_dynamic and symmetric is True and strategy == "tensor"
+    is_whole = strategy == "tensor" or (strategy is None and given.values.get("group_size") is None)
+    return not is_dynamic and symmetric is True and is_whole
 
 
 def _read_float_of_4_bits(group: _Options, weights: _Options, form: str) -> WeightScheme:

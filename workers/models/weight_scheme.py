@@ -38,7 +38,7 @@ class WeightScheme:
     zero_offset: int = 0
     scale_name: str = "weight_scale"
     activations: str = ""  # dtype of quantized activations, such as "fp8"; "": not quantized
-    # suffix of the tensor with the static scale of the activations; "": computed at run time
+    # suffix of the tensor with the static scale of the activations; "": scales at run time
     input_scale: str = ""
     table: str = ""  # bitsandbytes: table of the codes' values, "nf4" or "fp4"
     nested: bool = False  # bitsandbytes: the scales are quantized too (double quantization)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.checks import E4M3_MAX
-from penstock.kernels.linear.quantize_rows import QMAX
+from penstock.kernels.linear.quantize_rows import MIN_SCALE, QMAX
 from penstock.kernels.linear.quantized import Kind, QuantizedMatrix, even_groups
 from penstock.workers.layers.parameter import FLOATS
 from penstock.workers.models.config import BadCheckpoint, UnsupportedModel
@@ -106,7 +106,7 @@ def stored_tensors(module: QuantizedModule, region: Region) -> Iterator[StoredTe
         case "bitsandbytes 4 bits":
             yield from table_tensors(module, rows, columns)
     if module.scheme.input_scale:
-        yield StoredTensor(module.scheme.input_scale, (1,), torch.float32, FLOATS, (), ((),))
+        yield StoredTensor(module.scheme.input_scale, (1,), torch.float32, FLOATS, (), ((), (1, 1)))
 
 
 def _row_scales(
@@ -181,22 +181,17 @@ def _group_table(module: QuantizedModule, suffix: str, columns: Ranges | None) -
 
 
 def read_input_limit(module: QuantizedModule, tensors: Mapping[str, Tensor]) -> float:
-    """Return the largest magnitude of an activation with the module's static scale; 0: no scale.
+    """Return the largest magnitude of an activation with the module's static scale.
 
-    Raises:
-        BadCheckpoint: The scale is not a positive finite number.
+    Return 0 if there is no scale, or if the scale is not a positive finite number. Calibration
+    leaves such scales for experts that no calibration token has chosen.
     """
     scheme = module.scheme
     if not scheme.input_scale:
         return 0.0
-    scale = float(tensors[scheme.input_scale])
-    limit = scale * (E4M3_MAX if scheme.activations == "fp8" else QMAX)
-    if not 0 < limit < torch.finfo(torch.float32).max:
-        raise BadCheckpoint(
-            f"tensor {module.name}.{scheme.input_scale} is {scale:g}: expected a positive number, "
-            "the static scale of the activations"
-        )
-    return limit
+    limit = float(tensors[scheme.input_scale])
+    limit *= E4M3_MAX if scheme.activations == "fp8" else QMAX
+    return limit if MIN_SCALE < limit < torch.finfo(torch.float32).max else 0.0
 
 
 def read_matrix(

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -45,7 +45,8 @@ class QuantizedMethod:
     Checkpoints with INT8 or FP8 activations use a product of quantized activations, if the device
     has one for their weights. The scales of activations are static if the checkpoint has static
     scales; otherwise they are computed at run time. Fused modules use the largest of their static
-    scales, as in vLLM. All other products are weight-only: activations are not quantized.
+    scales, as in vLLM. Each expert has its own scale. All other products are weight-only:
+    activations are not quantized.
     """
 
     modules: tuple[QuantizedModule, ...]
@@ -74,6 +75,8 @@ class QuantizedMethod:
     def finish(self, linear: Linear, packing: PackingOptions) -> None:
         modules = zip(self.modules, self._loaded, strict=True)
         limit = max(read_input_limit(module, tensors) for module, tensors in modules)
+        if not limit and self.modules[0].scheme.input_scale:
+            _warn_of_unusable_scale(self.modules[0].scheme)
         matrix = self._matrix(linear)
         dtype, inputs = linear.weight.dtype, linear.weight.shape[1]
         if self._uses_int8_product(matrix, dtype):
@@ -148,6 +151,8 @@ def quantized_modules(
     for names, linear in whole.linears():
         sizes = linear.module_sizes(names)
         schemes = [_scheme_of(spec, name, entries) for name in names]
+        if len(set(schemes)) > 1:
+            schemes = [_with_dynamic_scales(scheme) for scheme in schemes]
         for other, scheme in zip(names, schemes, strict=True):
             if scheme != schemes[0]:
                 raise UnsupportedModel(
@@ -220,9 +225,24 @@ def _scheme_of(
     if scheme.per_tensor and f"{module}.weight_scale_inv" in entries:
         scheme = replace(scheme, scale_name="weight_scale_inv")
     if scheme.input_scale:
-        found = [suffix for suffix in INPUT_SCALES if f"{module}.{suffix}" in entries]
-        scheme = replace(scheme, input_scale=found[0] if found else scheme.input_scale)
+        stored = {suffix: entries.get(f"{module}.{suffix}") for suffix in INPUT_SCALES}
+        # Calibration leaves out the tensor, or makes it empty, if no token has used the module.
+        found = [suffix for suffix, entry in stored.items() if entry and 0 not in entry.shape]
+        scheme = replace(scheme, input_scale=found[0] if found else "")
     return scheme
+
+
+def _with_dynamic_scales(scheme: WeightScheme | None) -> WeightScheme | None:
+    return scheme and replace(scheme, input_scale="")
+
+
+@cache
+def _warn_of_unusable_scale(scheme: WeightScheme) -> None:
+    log.warning(
+        "some static scales of activations (%s) are not positive numbers: these modules compute "
+        "the scales at run time",
+        scheme.input_scale,
+    )
 
 
 UNUSED_SUFFIXES = (

@@ -6,6 +6,7 @@ from torch.nn import functional
 
 from penstock.kernels.linear import op as products
 from penstock.kernels.linear.op import (
+    FBGEMM_QMAX,
     OneDnnLinear,
     PaddedLinear,
     activation_qmax,
@@ -14,6 +15,7 @@ from penstock.kernels.linear.op import (
     int8_unsupported_reason,
     pack_batch_invariant,
     pack_int8,
+    pack_int8_codes,
     pack_onednn,
 )
 from tests.support.threads import threads
@@ -99,6 +101,28 @@ def test_int8(rows: int, bias: torch.Tensor | None) -> None:
     torch.testing.assert_close(found, exact.float(), rtol=1e-5, atol=1e-4)
     plain = functional.linear(x, weight, bias)
     assert (found - plain).norm() < 0.03 * plain.norm()
+
+
+@pytest.mark.parametrize("library", ["oneDNN", "FBGEMM"])
+@needs_int8
+def test_libraries_use_static_scales_of_activations(
+    library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The inputs are multiples of the scale, far from ties; some are clipped."""
+    if library == "FBGEMM":
+        monkeypatch.setattr(products, "_has_vnni", lambda: False)
+    elif not products._has_vnni():
+        pytest.skip("needs VNNI")
+    steps, scale = (127 if library == "oneDNN" else FBGEMM_QMAX), 0.25
+    codes = torch.randint(-steps, steps + 1, (5, 100))
+    x = scale * (codes + 0.5 * torch.rand(5, 100) - 0.25)
+    x[1, :9], codes[1, :9] = 1000.0, steps
+    x[3, 4] = torch.nan
+    weight, scales = torch.randint(-127, 128, (19, 100), dtype=torch.int8), torch.rand(19)
+    found = pack_int8_codes(weight, scales, None, scale * steps)(x)
+    expected = (codes.double() @ weight.double().T * scales * scale).float()
+    assert found[3].isnan().all()
+    torch.testing.assert_close(found[[0, 1, 2, 4]], expected[[0, 1, 2, 4]], rtol=1e-5, atol=1e-4)
 
 
 @needs_int8

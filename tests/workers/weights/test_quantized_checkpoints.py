@@ -134,19 +134,47 @@ def test_static_scales_of_activations_are_used(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not has_int8_loops(), reason="needs AVX2 or VNNI")
-def test_fused_modules_use_the_largest_static_scale(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("changes", "scale"),
+    [
+        ({"k_proj.input_scale": torch.tensor(0.5)}, 0.5),
+        ({"k_proj.input_scale": torch.tensor([[0.5]], dtype=torch.bfloat16)}, 0.5),
+        ({"k_proj.input_scale": torch.tensor(torch.nan)}, INPUT_SCALES[0]),
+        # Scales are computed at run time if a fused module has none, or if none can be used.
+        ({"k_proj.input_scale": None}, 0),
+        ({"k_proj.input_scale": torch.empty(0)}, 0),
+        ({f"{name}_proj.input_scale": torch.zeros(1) for name in "qkv"}, 0),
+        ({f"{name}_proj.input_scale": torch.tensor(1e-41) for name in "qkv"}, 0),
+        (
+            {f"{name}_proj.input_scale": None for name in "qkv"}
+            | {f"{name}_proj.activation_scale": torch.tensor(0.25) for name in "qkv"},
+            0.25,
+        ),
+    ],
+)
+def test_fused_modules_use_the_largest_static_scale(
+    changes: dict[str, torch.Tensor | None], scale: float, tmp_path: Path
+) -> None:
     make_quantized(tmp_path, FORMS["int8-static"])
-    path = tmp_path / "model.safetensors"
-    module = "model.layers.0.self_attn.k_proj"
-    save_file(load_file(path) | {f"{module}.input_scale": torch.tensor(0.5)}, path)
+    path, module = tmp_path / "model.safetensors", "model.layers.0.self_attn"
+    tensors: dict[str, Any] = load_file(path)
+    tensors |= {f"{module}.{name}": tensor for name, tensor in changes.items()}
+    save_file({name: each for name, each in tensors.items() if each is not None}, path)
     _, decoder = load_model(tmp_path, "auto", CPU)
-    [packed] = [linear.packed for names, linear in decoder.linears() if module in names]
+    [packed] = [linear.packed for names, linear in decoder.linears() if f"{module}.k_proj" in names]
     assert isinstance(packed, PackedLinearInt8)
-    assert packed.input_limit == 0.5 * 127
+    assert packed.input_limit == pytest.approx(scale * 127)
 
 
-def test_step_graph_uses_static_scales(tmp_path: Path) -> None:
-    make_quantized(tmp_path, FORMS["int8-static"])
+@pytest.mark.parametrize("config", [lambda: None, lambda: mixtral()])
+def test_step_graph_uses_static_scales(config: Callable[[], Any], tmp_path: Path) -> None:
+    make_quantized(tmp_path, FORMS["int8-static"], config())
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    for name in tensors:
+        if "experts.1." in name and name.endswith("input_scale"):
+            tensors[name] *= 3
+    save_file(tensors, path)
     _, decoder = load_model(tmp_path, "auto", CPU)
     expected = generate(decoder, prompts(), MAX_NEW, CHUNK)[0]
     assert answers(make_engine(tmp_path)) == expected
