@@ -35,7 +35,7 @@ from penstock.loadtests.bench.flags import option, read_flags
 from penstock.loadtests.bench.report import commit, machine
 from penstock.loadtests.chaos.answers import Divergence, Stream, compare, near_tie
 from penstock.loadtests.chaos.checkpoint import reading_tools
-from penstock.loadtests.chaos.clients import ANSWER_SECONDS, Clients
+from penstock.loadtests.chaos.clients import ANSWER_SECONDS, Clients, router_was_down
 from penstock.loadtests.chaos.cluster import Cluster, ClusterFailed
 from penstock.loadtests.chaos.fault_runner import FaultRunner
 from penstock.loadtests.chaos.faults import plan_faults
@@ -166,8 +166,10 @@ class ChaosRun:
         return self._outcome(streams, seconds) | found | judged | {"not_released": left}
 
     def _may_retry(self, began: float) -> bool:
-        """Return True if the router was killed after `began`, or at most 5 s before `began`."""
-        return any(down > began - 5.0 for down in self._faults.router_down)
+        """Return whether a call that began at `began` may have failed because no router ran."""
+        events = self._cluster.events
+        ready = [event.at for event in events if event.is_ready and event.title == "router 0"]
+        return router_was_down(began, self._faults.router_down, ready)
 
     async def _until_rest(self) -> list[str]:
         """Wait until all workers serve and hold no requests or blocks.

@@ -5,6 +5,7 @@ Each client sends a new request when its last one has finished.
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from random import Random
@@ -18,12 +19,27 @@ from penstock.protos import inference_pb2_grpc
 
 ANSWER_SECONDS = 180.0  # time limit of one call, including delays by faults
 PAUSE_SECONDS = 0.1  # seconds between a failed call and its retry
+RECONNECT_SECONDS = 5.0  # time within which clients connect to a router that is ready again
 
 _OPTIONS = (
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.max_reconnect_backoff_ms", 500),
     ("grpc.use_local_subchannel_pool", 1),
 )
+
+
+def router_was_down(began: float, killed: Sequence[float], ready: Sequence[float]) -> bool:
+    """Return whether a call that began at `began` may have failed because no router ran.
+
+    This holds until `RECONNECT_SECONDS` after the next router is ready, since a client connects
+    again after a pause.
+
+    Args:
+        killed: times at which the router was killed.
+        ready: times at which a router became ready.
+    """
+    up_again = (min((at for at in ready if at > down), default=math.inf) for down in killed)
+    return any(up > began - RECONNECT_SECONDS for up in up_again)
 
 
 class Clients:

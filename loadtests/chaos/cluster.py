@@ -31,6 +31,10 @@ class ProcessEvent:
     title: str
     notice: status_events.Ready | status_events.Died
 
+    @property
+    def is_ready(self) -> bool:
+        return isinstance(self.notice, status_events.Ready)
+
 
 class Cluster:
     """A cluster with its supervisor. Must be created in a running event loop.
