@@ -167,8 +167,7 @@ class ChaosRun:
 
     def _may_retry(self, began: float) -> bool:
         """Return whether a call that began at `began` may have failed because no router ran."""
-        events = self._cluster.events
-        ready = [event.at for event in events if event.is_ready and event.title == "router 0"]
+        ready = self._cluster.ready_times("router 0")
         return router_was_down(began, self._faults.router_down, ready)
 
     async def _until_rest(self) -> list[str]:

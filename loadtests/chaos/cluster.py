@@ -31,10 +31,6 @@ class ProcessEvent:
     title: str
     notice: status_events.Ready | status_events.Died
 
-    @property
-    def is_ready(self) -> bool:
-        return isinstance(self.notice, status_events.Ready)
-
 
 class Cluster:
     """A cluster with its supervisor. Must be created in a running event loop.
@@ -104,6 +100,14 @@ class Cluster:
     def serving(self) -> list[ManagedWorker]:
         """The workers that serve and whose process ids are known."""
         return [worker for worker in self.workers if worker.serves and pids_of(worker)]
+
+    def ready_times(self, title: str) -> list[float]:
+        """Return the times at which a process became ready, in order; `title` names the process."""
+        return [
+            event.at
+            for event in self.events
+            if event.title == title and isinstance(event.notice, status_events.Ready)
+        ]
 
     @property
     def router_pid(self) -> int | None:

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 
 from penstock.cluster.pools.managed_worker import ManagedWorker
-from penstock.cluster.status.status_events import Ready
 from penstock.loadtests.chaos import fault_injection
 from penstock.loadtests.chaos.cluster import POLL_SECONDS, Cluster, pids_of
 from penstock.loadtests.chaos.faults import Fault, InjectedFault
@@ -127,11 +126,7 @@ class FaultRunner:
 
     def _is_back(self, title: str) -> bool:
         """Return whether a worker was restarted and became ready less than BACK_SECONDS ago."""
-        ready = [
-            event.at
-            for event in self._cluster.events
-            if event.title == title and isinstance(event.notice, Ready)
-        ]
+        ready = self._cluster.ready_times(title)
         return len(ready) > 1 and time.time() - ready[-1] < BACK_SECONDS
 
     def _candidates(self) -> list[ManagedWorker]:
