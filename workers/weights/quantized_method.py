@@ -239,8 +239,7 @@ def _with_dynamic_scales(scheme: WeightScheme | None) -> WeightScheme | None:
 @cache
 def _warn_of_unusable_scale(scheme: WeightScheme) -> None:
     log.warning(
-        "some static scales of activations (%s) are not positive numbers: these modules compute "
-        "the scales at run time",
+        "some static scales of activations (%s) are not positive numbers and are not used",
         scheme.input_scale,
     )
 
