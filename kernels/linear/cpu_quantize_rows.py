@@ -33,7 +33,7 @@ def quantize_rows(
         largest = factors[t]
         if largest < _MIN_SCALE:
             largest = _MIN_SCALE
-        if limit > 0 and largest < np.inf:  # NaN and Inf propagate through the scale
+        if limit > 0 and largest < np.inf:  # a scale of NaN or Inf propagates the error
             largest = np.float32(limit)
             step = _QMAX / largest
             for i in range(len(row)):

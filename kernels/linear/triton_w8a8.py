@@ -40,7 +40,7 @@ def _quantize_kernel(
         largest = tl.maximum(largest, largest_bits(values))
     most = largest.to(tl.float32, bitcast=True)
     most = tl.where(most < MIN_LARGEST, MIN_LARGEST, most)  # keeps NaN
-    # NaN and Inf propagate through the scale, so a static scale does not replace them.
+    # A scale of NaN or Inf propagates the error, so the static scale does not replace it.
     most = tl.where((limit > 0) & (most < float("inf")), limit, most)
     step = tl.div_rn(tl.full((GROUPS, 1), MOST, tl.float32), most)
     scale = tl.div_rn(most, tl.full((GROUPS, 1), MOST, tl.float32))

@@ -41,9 +41,9 @@ This pause limits the checks to less than a tenth of a core.
 class ConnectionGuard:
     """Closes the newest connections of a client address that has too many connections to a port.
 
-    A thread checks the connections periodically. While this process has
-    at most as many open descriptors as the limit allows connections, no address can exceed the
-    limit. In this usual case, a check is only one system call.
+    A thread checks the connections periodically. While this process has at most as many open
+    descriptors as the limit allows connections, no address can exceed the limit. In this usual
+    case, a check is only one system call.
 
     Args:
         port: number of the port on which this process listens.

@@ -40,7 +40,7 @@ class RequestTable:
         self._queue = queue
         self._throttle = throttle
         self.states: dict[int, RequestState] = {}
-        # For each request, the workers whose views count the request.
+        # For each request, the workers whose views list the request.
         self._holders: dict[int, list[str]] = {}
         self.num_ended: Counter[Status] = Counter()
         # Number of placed prompts by the text of their `PrefillDecision`.

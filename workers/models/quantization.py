@@ -290,7 +290,7 @@ def _read_group(group: _Options, form: str) -> WeightScheme:
 def _has_static_scale(group: _Options) -> bool:
     """Return whether the checkpoint has one static scale for the activations of each module.
 
-    Static scales with zero points, or for parts of the activations, are not used.
+    Return False if the scales have zero points, or if each scale covers only some activations.
     """
     given = group.inner("input_activations")
     if given is None or _activations(group) not in ("int8", "fp8"):

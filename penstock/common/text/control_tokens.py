@@ -32,7 +32,7 @@ class Masked:
     placeholders: Mapping[str, str]  # original text of each placeholder character
 
     def segments(self, prompt: str, control: "ControlTokens") -> Iterator[Segment]:
-        """Split a prompt that was rendered from `messages`, and replace the placeholders by text.
+        """Split a prompt that was rendered from `messages`, and restore the original text.
 
         Each plain segment begins and ends at a control token of the template, or at an end of the
         prompt. The text of a message is thus tokenized in one piece.

@@ -28,7 +28,7 @@ def folder_and_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, An
 
 @pytest.fixture(autouse=True, params=[SLICE, model_runner.SCORED_ROWS])
 def most_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Set the size of slices. Return a list that gets the number of rows of each logits call."""
+    """Set the slice size. Return a list to which each logits call appends its number of rows."""
     monkeypatch.setattr(model_runner, "SCORED_ROWS", request.param)
     sizes: list[int] = []
     logits = Decoder.logits
