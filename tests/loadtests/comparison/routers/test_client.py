@@ -33,13 +33,17 @@ def test_last_event_without_text_is_no_token() -> None:
     assert check_answer(HEAD + chunked(event(" a"), event("", "length"), DONE), 1) == 3
 
 
+def test_one_event_may_have_the_tokens_of_several_steps() -> None:
+    assert check_answer(HEAD + chunked(event(" a"), event(" a a", "length"), DONE), 3) == 3
+
+
 @pytest.mark.parametrize(
     ("chunks", "message"),
     [
-        ((event(" a", "length"), DONE), "1 events with 1 tokens: expected 2"),
-        ((event(" a"), event(" a"), event(" a", "length"), DONE), "3 events with 3 tokens"),
-        ((event(" a a", "length"), DONE), "1 events with 2 tokens: expected 2 events of one token"),
-        ((event(" a"), event(" b", "length"), DONE), "2 events with 1 tokens"),
+        ((event(" a", "length"), DONE), "1 tokens ' a' in 2 characters: expected 2"),
+        ((event(" a"), event(" a a", "length"), DONE), "3 tokens ' a' in 6 characters"),
+        ((event(" a"), event(" b", "length"), DONE), "1 tokens ' a' in 4 characters"),
+        ((event(" a"), event(" ab", "length"), DONE), "2 tokens ' a' in 5 characters"),
         ((event(" a"), event(" a", "length")), r"ended without `data: \[DONE\]`"),
         ((event(" a"), event(" a"), DONE), "ended without a finish reason"),
     ],

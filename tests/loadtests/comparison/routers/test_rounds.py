@@ -93,7 +93,7 @@ async def test_router_that_does_not_start_reports_the_end_of_its_log() -> None:
 
 
 @pytest.mark.parametrize("router", PEERS, ids=lambda router: router.name)
-async def test_installed_router_forwards_every_token_in_an_event_of_its_own(router: Router) -> None:
+async def test_installed_router_forwards_every_token(router: Router) -> None:
     cache = cache_folder()
     if not is_installed(router.environment, cache):
         pytest.skip(f"{router.name} is not installed")
