@@ -7,8 +7,6 @@ multiply-adds.
 
 # mypy: disable-error-code="no-untyped-call"
 
-from typing import Any
-
 import numba
 import numpy as np
 import numpy.typing as npt
@@ -27,25 +25,16 @@ COLUMNS_AT_ONCE = 512
 _SLOPE, _BEND = _f32(2 * np.sqrt(2 / np.pi)), _f32(0.044715)
 
 
-@inner()
-def gate_scratch() -> Any:
-    """Return new scratch arrays for `gate_columns`."""
-    return (
-        np.empty(COLUMNS_AT_ONCE, np.float32),
-        np.empty(COLUMNS_AT_ONCE, np.float32),
-        np.empty(COLUMNS_AT_ONCE, np.int32),
-    )
-
-
 @inner(fastmath={"contract"})
-def gate_columns(x: Floats, up: Floats, out: Floats, is_gelu: bool, scratch: Any) -> None:
+def gate_columns(x: Floats, up: Floats, out: Floats, is_gelu: bool, scratch: Floats) -> None:
     """Compute out = x / (1 + e^-u) * up for at most COLUMNS_AT_ONCE columns.
 
-    For silu, u = x. For gelu, u = 2 sqrt(2 / pi) (x + 0.044715 x^3). `scratch` is from
-    `gate_scratch`.
+    For silu, u = x. For gelu, u = 2 sqrt(2 / pi) (x + 0.044715 x^3). `scratch` is an array of
+    3 * COLUMNS_AT_ONCE elements.
     """
     size = len(x)
-    bent, far, powers = scratch[0][:size], scratch[1][:size], scratch[2][:size]
+    bent, far = scratch[:size], scratch[COLUMNS_AT_ONCE:][:size]
+    powers = scratch[2 * COLUMNS_AT_ONCE :][:size].view(np.int32)
     for i in range(size):
         bent[i] = x[i]
     if is_gelu:
@@ -61,11 +50,11 @@ def gate_columns(x: Floats, up: Floats, out: Floats, is_gelu: bool, scratch: Any
         out[i] = x[i] * bent[i] * up[i]
 
 
-@inner()
+@inner(allocates=True)
 def _some_rows(
     gate_up: Floats, inner: int, is_gelu: bool, out: Floats, first: int, last: int
 ) -> None:
-    scratch = gate_scratch()
+    scratch = np.empty(3 * COLUMNS_AT_ONCE, np.float32)
     for t in range(first, last):
         for begin in range(0, inner, COLUMNS_AT_ONCE):
             at, size = 2 * t * inner + begin, min(COLUMNS_AT_ONCE, inner - begin)

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import numba
+import numba.extending
 from numba.core import codegen
 from numba.core.registry import cpu_target
 from numba.core.targetconfig import TargetConfig
@@ -25,12 +26,29 @@ TESTED_VERSION = "0.68.1"
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def inner(**options: Any) -> Callable[[F], F]:
-    """Return a decorator like `numba.njit`, for functions that only compiled functions call."""
+def inner(allocates: bool = False, **options: Any) -> Callable[[F], F]:
+    """Return a decorator like `numba.njit`, for functions that only compiled functions call.
+
+    By default, the functions do not count references to arrays. The atomic operations that count
+    them took half of the time of decode attention. A function without reference counts cannot
+    create arrays; numba refuses to compile it. The arrays that it gets and slices belong to its
+    callers. No inner function returns an array that it has created.
+
+    Args:
+        allocates: whether the function creates arrays, and therefore counts references.
+        options: further options of `numba.njit`.
+    """
     njit: Any = numba.njit  # the stubs of numba's `njit` lack some of its options
     decorate: Callable[[F], F] = njit(
-        nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True, **options
+        nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True, _nrt=allocates, **options
     )
+    return decorate
+
+
+def inner_overload(function: Callable[..., Any]) -> Callable[[F], F]:
+    """Return numba's decorator `overload`, for implementations without reference counts."""
+    overload: Any = numba.extending.overload
+    decorate: Callable[[F], F] = overload(function, jit_options={"_nrt": False})
     return decorate
 
 

@@ -7,48 +7,37 @@ They make array views of memory addresses, and divide work among threads.
 
 from typing import Any
 
-from llvmlite import ir
-from numba import carray  # type: ignore[attr-defined]
-from numba.core import types
+from numba.core import cgutils, types
+from numba.np.arrayobj import populate_array
 
 from penstock.kernels.cpu_common.late_codegen import inner
 from penstock.kernels.cpu_common.simd import simd_intrinsic
 
 
-def _pointers(kind: Any, code_kind: Any) -> Any:
+def _views(kind: Any) -> Any:
+    """Return an intrinsic that makes an array view of values of numba's type `kind`."""
+
     @simd_intrinsic
-    def pointer(typing, address):
-        """Convert an integer address to a typed pointer."""
+    def view(typing, address, count):
+        """Return an array view of the `count` values at `address`. It owns no memory."""
 
         def code(context, builder, signature, arguments):
-            return builder.inttoptr(arguments[0], code_kind.as_pointer())
+            array = context.make_array(signature.return_type)(context, builder)
+            size = context.get_constant(types.intp, kind.bitwidth // 8)
+            populate_array(
+                array, builder.inttoptr(arguments[0], array.data.type),
+                cgutils.pack_array(builder, [arguments[1]]), cgutils.pack_array(builder, [size]),
+                size, None,
+            )  # fmt: skip
+            return array._getvalue()
 
-        return types.CPointer(kind)(types.int64), code
+        return types.Array(kind, 1, "C")(types.int64, types.intp), code
 
-    return pointer
-
-
-_to_float = _pointers(types.float32, ir.FloatType())
-_to_sum = _pointers(types.int32, ir.IntType(32))
-_to_byte = _pointers(types.uint8, ir.IntType(8))
-
-
-@inner()
-def f32_array(address: int, count: int) -> Any:
-    """Return an array view of the `count` float32 values at `address`."""
-    return carray(_to_float(address), count)
+    return view
 
 
-@inner()
-def i32_array(address: int, count: int) -> Any:
-    """Return an array view of the `count` int32 values at `address`."""
-    return carray(_to_sum(address), count)
-
-
-@inner()
-def u8_array(address: int, count: int) -> Any:
-    """Return an array view of the `count` uint8 values at `address`."""
-    return carray(_to_byte(address), count)
+f32_array, i32_array, u8_array = _views(types.float32), _views(types.int32), _views(types.uint8)
+"""Array views of the memory at an address: `f32_array(address, count)`."""
 
 
 @inner()

@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from numba.core import types
-from numba.extending import overload
 
-from penstock.kernels.cpu_common.late_codegen import inner
+from penstock.kernels.cpu_common.late_codegen import inner, inner_overload
 from penstock.kernels.cpu_common.simd import (
     VECTOR_WIDTH,
     float_of_bits,
     load_bf16_as_f32,
     load_e4m3_as_f32,
     load_i8_as_f32,
+    simd_intrinsic,
     splat_wide,
     store,
     vmul,
@@ -38,11 +38,6 @@ def page_size(rows: Any, block_size: int, head_dim: int) -> int:
     A page is the keys or the values of one block and one KV head.
     """
     raise NotImplementedError("page_size can only be called from compiled code")
-
-
-def as_f32(rows: Any, scratch: Floats) -> Floats:
-    """Return the array to read after `convert_block`: a float32 cache itself, else `scratch`."""
-    raise NotImplementedError("as_f32 can only be called from compiled code")
 
 
 def convert_block(
@@ -98,21 +93,27 @@ def has_scales(rows: Any) -> bool:
     return rows.dtype in (types.uint8, types.int8)
 
 
-@overload(page_size)
+@simd_intrinsic
+def as_f32(typing, rows, scratch):
+    """Return the array to read after `convert_block`: a float32 cache itself, else `scratch`.
+
+    The result borrows its memory, so only functions without reference counts may call this.
+    """
+
+    def code(context, builder, signature, arguments):
+        return arguments[0 if is_float32(rows) else 1]
+
+    return (rows if is_float32(rows) else scratch)(rows, scratch), code
+
+
+@inner_overload(page_size)
 def _page_size_code(rows, block_size, head_dim):
     if has_scales(rows):
         return lambda rows, block_size, head_dim: block_size * (head_dim + SCALE_BYTES)
     return lambda rows, block_size, head_dim: block_size * head_dim
 
 
-@overload(as_f32)
-def _as_f32_code(rows, scratch):
-    if is_float32(rows):
-        return lambda rows, scratch: rows
-    return lambda rows, scratch: scratch
-
-
-@overload(convert_block)
+@inner_overload(convert_block)
 def _convert_block_code(rows, page, first, begin, end, block_size, head_dim, scratch):
     def unchanged(rows, page, first, begin, end, block_size, head_dim, scratch):
         return page - first * head_dim
@@ -151,7 +152,7 @@ def _load_codes(rows: Any, at: int) -> Any:
     raise NotImplementedError("_load_codes can only be called from compiled code")
 
 
-@overload(_load_codes)
+@inner_overload(_load_codes)
 def _load_codes_code(rows, at):
     if rows.dtype == types.int8:
         return lambda rows, at: load_i8_as_f32(rows, at)
@@ -163,7 +164,7 @@ def _code_as_f32(rows: Any, at: int) -> Any:
     raise NotImplementedError("_code_as_f32 can only be called from compiled code")
 
 
-@overload(_code_as_f32)
+@inner_overload(_code_as_f32)
 def _code_as_f32_code(rows, at):
     if rows.dtype == types.int8:
         return lambda rows, at: np.float32(rows[at])

@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from numba.core import types
-from numba.extending import overload
 
-from penstock.kernels.cpu_common.late_codegen import inner
+from penstock.kernels.cpu_common.late_codegen import inner, inner_overload
 from penstock.kernels.cpu_common.simd import bits_of_float, float_of_bits
 from penstock.kernels.kv_cache.cpu_blocks import (
     SCALE_BYTES,
@@ -93,7 +92,7 @@ def e4m3_code(x: Any) -> Any:
     return np.uint8(code | ((bits >> 24) & 0x80))
 
 
-@overload(store_kv)
+@inner_overload(store_kv)
 def _store_kv_code(head, rows, slot, block_size):
     def wide(head, rows, slot, block_size):
         out = rows[slot * len(head) : (slot + 1) * len(head)]
@@ -127,7 +126,7 @@ def _per_code(rows: Any) -> Any:
     raise NotImplementedError("_per_code can only be called from compiled code")
 
 
-@overload(_per_code)
+@inner_overload(_per_code)
 def _per_code_code(rows):
     if rows.dtype == types.int8:
         return lambda rows: _PER_CODE_INT8
@@ -139,7 +138,7 @@ def _store_codes(head: Floats, inverse: Any, out: Any) -> None:
     raise NotImplementedError("_store_codes can only be called from compiled code")
 
 
-@overload(_store_codes)
+@inner_overload(_store_codes)
 def _store_codes_code(head, inverse, out):
     def int8(head, inverse, out):
         for i in range(len(out)):

@@ -222,7 +222,7 @@ def _convert_once(
         begin = stop
 
 
-@inner()
+@inner(allocates=True)
 def _whole_panels(
     x: Floats, num_rows: int, kind: int, codes: Bytes, scales: Floats, zeros: Bytes, groups: Ints,
     bias: Floats, first: int, last: int, y: Floats, width: int,
@@ -277,7 +277,7 @@ def copy_last_columns(
             y[r * num_outputs + column + c] = spare[r * PANEL + c]
 
 
-@inner()
+@inner(allocates=True)
 def compute_columns(
     x: Floats, num_rows: int, kind: int, codes: Bytes, scales: Floats, zeros: Bytes, groups: Ints,
     bias: Floats, y: Floats, num_outputs: int, first: int, last: int,

@@ -54,25 +54,17 @@ _ROWS_AT_ONCE = 4 * _SUM_TILES * ROWS
 
 
 @inner()
-def _aligned(size: int) -> Any:
-    """Return an uninitialised float32 array of `size` elements, aligned to a cache line."""
-    scratch = np.empty(size + 16, np.float32)
-    first = (-(scratch.ctypes.data // 4)) % 16
-    return scratch[first : first + size]
+def _configure_tiles(height: int, for_rows: int, shapes: npt.NDArray[np.uint8]) -> None:
+    """Configure the tiles: those of x and of sums have `height` rows, those of weights 16 rows.
 
-
-@inner()
-def _shapes(height: int, for_rows: int) -> Any:
-    """Return the 64 bytes for LDTILECFG.
-
-    Tiles of x and of sums have `height` rows, and tiles of weights have 16 rows.
+    `shapes` is a scratch array of 64 bytes.
     """
-    shapes = np.zeros(64, np.uint8)
+    shapes[:] = 0
     shapes[0] = 1
     for register in range(8):
         shapes[16 + 2 * register] = 64
         shapes[48 + register] = height if register < _SUM_TILES + for_rows else ROWS
-    return shapes
+    ldtilecfg(shapes)
 
 
 @inner()
@@ -288,21 +280,24 @@ def _pass(
         at = later
 
 
-@inner()
+@inner(allocates=True)
 def compute_columns(
     x: Floats, num_rows: int, num_inputs: int, panels: Floats, bias: Floats, y: Floats,
     width: int, num_columns: int, first: int, last: int,
 ) -> None:  # fmt: skip
     """Compute the 16-column strips [first, last) of y [num_rows, width]."""
     long, block = min(MAX_K_IN_SUMS, num_inputs), _SUM_TILES * ROWS
-    a = _aligned(-(-min(num_rows, _ROWS_AT_ONCE) // block) * block * long * NUM_SPLITS // 2)
-    b, sums = _aligned(2 * _SUM_TILES * _SPLIT), _aligned((_SUM_TILES + 1) * TILE)
+    size = -(-min(num_rows, _ROWS_AT_ONCE) // block) * block * long * NUM_SPLITS // 2
+    rest, shapes = 2 * _SUM_TILES * _SPLIT, np.empty(64, np.uint8)
+    scratch = np.empty(size + rest + (_SUM_TILES + 1) * TILE + 16, np.float32)
+    scratch = scratch[-(scratch.ctypes.data // 4) % 16 :]  # aligned to a cache line
+    a, b, sums = scratch[:size], scratch[size : size + rest], scratch[size + rest :]
     sums[_SUM_TILES * TILE :] = 0
     floor = 0
     while floor < num_rows:
         left = num_rows - floor
         count = min(_ROWS_AT_ONCE, left // block * block) if left >= block else left
-        ldtilecfg(_shapes(min(count, ROWS), 2 if ROWS < count <= 2 * ROWS else 1))
+        _configure_tiles(min(count, ROWS), 2 if ROWS < count <= 2 * ROWS else 1, shapes)
         for begin in range(0, num_inputs, MAX_K_IN_SUMS):
             num_steps = min(MAX_K_IN_SUMS, num_inputs - begin) // TILE_K
             _split_rows(x, floor * num_inputs + begin, num_inputs, count, num_steps, a)

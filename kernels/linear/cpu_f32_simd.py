@@ -256,7 +256,7 @@ def copy_panel(
             store(out, out_at + r * out_step + c, load_wide(given, at + r * step + c))
 
 
-@inner()
+@inner(allocates=True)
 def _whole_panels(
     x: Floats, num_rows: int, num_inputs: int, panels: Floats, bias: Floats, first: int, last: int,
     y: Floats, width: int,
@@ -289,7 +289,7 @@ def _whole_panels(
             copy_panel(sums, 0, PANEL, top - floor, y, floor * width + column, width)
 
 
-@inner()
+@inner(allocates=True)
 def compute_columns(
     x: Floats, num_rows: int, num_inputs: int, panels: Floats, bias: Floats, y: Floats,
     num_outputs: int, first: int, last: int,

@@ -39,7 +39,7 @@ four rows, so each tile would spend a third of its time on its own conversion.""
 _multiply, _multiply_expanded = multiply_block(is_expanded=False), multiply_block(is_expanded=True)
 
 
-@inner()
+@inner(allocates=True)
 def _whole_panels(
     qvalues: SignedBytes, row_scales: Floats, offsets: Ints, num_rows: int, num_inputs: int,
     run: int, group_inputs: int, codes: Bytes, scales: Floats, zeros: Bytes, bias: Floats,
@@ -89,7 +89,7 @@ def _whole_panels(
             copy_panel(sums, 0, PANEL, top - floor, y, floor * width + column, width)
 
 
-@inner()
+@inner(allocates=True)
 def compute_columns(
     qvalues: SignedBytes, row_scales: Floats, offsets: Ints, num_rows: int, num_inputs: int,
     run: int, group_inputs: int, codes: Bytes, scales: Floats, zeros: Bytes, bias: Floats,

@@ -56,9 +56,12 @@ _multiply_flat, _multiply_square = multiply_int8(1, 4), multiply_int8(2, 2)
 
 
 @inner()
-def _shapes(num_rows: int) -> Any:
-    """Return the 64 bytes for LDTILECFG, for `num_rows` rows (at most 32) without padding rows."""
-    shapes = np.zeros(64, np.uint8)
+def _configure_tiles(num_rows: int, shapes: Bytes) -> None:
+    """Configure the tiles for `num_rows` rows (at most 32) without padding rows.
+
+    `shapes` is a scratch array of 64 bytes.
+    """
+    shapes[:] = 0
     shapes[0] = 1
     for register in range(8):
         shapes[16 + 2 * register] = 64
@@ -68,7 +71,7 @@ def _shapes(num_rows: int) -> Any:
             shapes[48 + register] = num_rows
     else:
         shapes[48 + 2] = shapes[48 + 3] = shapes[48 + 5] = num_rows - ROWS
-    return shapes
+    ldtilecfg(shapes)
 
 
 @inner()
@@ -143,18 +146,16 @@ def _square(
     )
 
 
-@inner()
+@inner(allocates=True)
 def compute_columns(
     qvalues: Bytes, num_rows: int, num_inputs: int, weights: Bytes, shifts: Sums, factors: Floats,
     scales: Floats, bias: Floats, y: Floats, width: int, first: int, last: int,
 ) -> None:  # fmt: skip
     """Compute column blocks [first, last) of y [num_rows, width]."""
-    sums, whole = (
-        np.empty(BLOCK_ROWS * BLOCK_COLUMNS, np.int32),
-        num_rows // BLOCK_ROWS * BLOCK_ROWS,
-    )
+    sums, shapes = np.empty(BLOCK_ROWS * BLOCK_COLUMNS, np.int32), np.empty(64, np.uint8)
+    whole = num_rows // BLOCK_ROWS * BLOCK_ROWS
     if whole:
-        ldtilecfg(_shapes(BLOCK_ROWS))
+        _configure_tiles(BLOCK_ROWS, shapes)
         for block in range(first, last):
             for half in range(2):
                 for r in range(0, whole, BLOCK_ROWS):
@@ -164,7 +165,7 @@ def compute_columns(
                     )  # fmt: skip
     rest = num_rows - whole
     if rest:
-        ldtilecfg(_shapes(rest))
+        _configure_tiles(rest, shapes)
         own, at, y_at = factors[whole:], whole * num_inputs, whole * width
         for block in range(first, last):
             if rest <= ROWS:

@@ -67,7 +67,7 @@ def _subtract_zero_point(qvalues: Bytes, begin: int, count: int, signed: Bytes) 
         signed[i] = qvalues[begin + i] ^ np.uint8(128)
 
 
-@inner()
+@inner(allocates=True)
 def compute_columns(
     qvalues: Bytes, num_rows: int, num_inputs: int, weights: Bytes, shifts: Sums, factors: Floats,
     scales: Floats, bias: Floats, y: Floats, width: int, first: int, last: int,

@@ -88,7 +88,7 @@ def _pop_largest(merits: Floats) -> int:
     return best
 
 
-@inner()
+@inner(allocates=True)
 def topk_softmax(op: Longs, arena: Floats, ints: Longs, num_rows: int, me: int, count: int) -> None:
     """Choose the experts and weights of each token, both [T, k], from logits [T, E].
 
@@ -122,7 +122,7 @@ def _num_written(num_rows: int) -> int:
     return -(-num_rows // high) * high
 
 
-@inner()
+@inner(allocates=True)
 def permute_index(op: Longs, ints: Longs, num_rows: int, me: int) -> None:
     """Assign rows to the choices, sorted by expert (counting sort).
 

@@ -65,7 +65,7 @@ def norm_row(
         normed[i] = row[i] * scale * weight[i]
 
 
-@inner()
+@inner(allocates=True)
 def _some_rows(
     hidden: Floats, x: Floats, weight: Floats, eps: float, out: Floats, first: int, last: int
 ) -> None:

@@ -11,7 +11,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from penstock.kernels.activation.cpu import COLUMNS_AT_ONCE, gate_columns, gate_scratch
+from penstock.kernels.activation.cpu import COLUMNS_AT_ONCE, gate_columns
 from penstock.kernels.attention.cpu_paged import attend_few_rows, visible_blocks
 from penstock.kernels.cpu_common.late_codegen import inner
 from penstock.kernels.cpu_common.numba_runtime import compile_function, use_threads
@@ -83,7 +83,7 @@ Floats = npt.NDArray[np.float32]
 Longs = npt.NDArray[np.int64]
 
 
-@inner()
+@inner(allocates=True)
 def _norm(op: Longs, eps: float, arena: Floats, num_rows: int, me: int, count: int) -> None:
     """Execute opcode NORM, see `operations.Norm`."""
     num_groups, dim, more = op[NUM_GROUPS], op[GROUP_SIZE], arena if op[ADDED] >= 0 else arena[:0]
@@ -96,14 +96,34 @@ def _norm(op: Longs, eps: float, arena: Floats, num_rows: int, me: int, count: i
         norm_row(arena, at, more, op[ADDED] + t * dim, weight, eps, arena, out_at, spare)
 
 
-@inner()
+@inner(allocates=True)
 def _attend(
     op: Longs, scale: float, cap: float, arena: Floats, cache: Any, slots: Longs, contexts: Longs,
     tables: Any, me: int, count: int,
 ) -> None:  # fmt: skip
-    """Execute opcode ATTEND, see `operations.Attend`.
+    """Execute opcode ATTEND, see `operations.Attend`."""
+    longest = 0
+    for context in contexts:
+        longest = max(longest, context)
+    span, head_dim = (longest + 7) // 8 * 8, op[HEAD_DIM]
+    group = op[NUM_HEADS] // op[NUM_KV_HEADS]
+    scratch = np.empty(
+        (group + 1) * span + group * (2 * head_dim + 9) + 8 + op[BLOCK_SIZE] * head_dim, np.float32
+    )
+    _attend_pieces(
+        op, scale, cap, arena, cache, slots, contexts, tables, span, scratch, me, count
+    )  # fmt: skip
 
-    The pairs of a token and a KV head are assigned to the threads in turn.
+
+@inner()
+def _attend_pieces(
+    op: Longs, scale: float, cap: float, arena: Floats, cache: Any, slots: Longs, contexts: Longs,
+    tables: Any, span: int, scratch: Floats, me: int, count: int,
+) -> None:  # fmt: skip
+    """Execute this thread's part of opcode ATTEND.
+
+    The pairs of a token and a KV head are assigned to the threads in turn. `span` is at least the
+    longest context.
     """
     num_heads, num_kv_heads, head_dim = op[NUM_HEADS], op[NUM_KV_HEADS], op[HEAD_DIM]
     block_size, values_at, window = op[BLOCK_SIZE], op[VALUES_START], op[WINDOW]
@@ -112,14 +132,13 @@ def _attend(
     out = arena[op[OUT] :][: num_rows * num_heads * head_dim].reshape(num_rows, num_heads, head_dim)
     rows = cache[op[LAYER_START] : op[LAYER_START] + op[LAYER_SIZE]]
     sinks, slopes = _floats(op[SINKS], num_heads), _floats(op[SLOPES], num_heads)
-    longest = 0
-    for context in contexts:
-        longest = max(longest, context)
-    span = (longest + 7) // 8 * 8
-    scores, powers = np.empty(group * span, np.float32), np.empty(span, np.int32)
-    q, sums = np.empty(group * (head_dim + 8), np.float32), np.empty(group * head_dim, np.float32)
-    ones, spare = np.empty(group, np.float32), np.zeros(8, np.float32)
-    scratch = np.empty(block_size * head_dim, np.float32)
+    scores, at = scratch[: group * span], group * span
+    powers, at = scratch[at : at + span].view(np.int32), at + span
+    q, at = scratch[at : at + group * (head_dim + 8)], at + group * (head_dim + 8)
+    sums, at = scratch[at : at + group * head_dim], at + group * head_dim
+    ones, at = scratch[at : at + group], at + group
+    spare, block = scratch[at : at + 8], scratch[at + 8 :]
+    spare[:] = 0
     num_pieces = num_rows * num_kv_heads
     for piece in range(me, num_pieces, count):
         t, head = piece // num_kv_heads, piece % num_kv_heads
@@ -133,7 +152,7 @@ def _attend(
         attend_few_rows(
             t, (1, contexts[t], window if window else contexts[t] + 1),
             (num_kv_heads, head, block_size), query, rows, values_at, tables[t], scale, cap,
-            sinks[own], slopes[own], q, scores, powers, sums, ones, spare, scratch, out,
+            sinks[own], slopes[own], q, scores, powers, sums, ones, spare, block, out,
             visible_blocks((1, next_context, window if window else 1 << 30), block_size),
             tables[other],
             (num_kv_heads, then % num_kv_heads, block_size),
@@ -157,12 +176,12 @@ def _rotate(op: Longs, arena: Floats, heads: Any, t: int, head: int) -> None:
             rope_neox(one, cosines, sines)
 
 
-@inner()
+@inner(allocates=True)
 def _gate(
     op: Longs, arena: Floats, first_row: int, num_rows: int, me: int, count: int
 ) -> None:  # fmt: skip
     """Execute opcode GATE, see `operations.Gate`."""
-    inner, scratch = op[OUT_WIDTH], gate_scratch()
+    inner, scratch = op[OUT_WIDTH], np.empty(3 * COLUMNS_AT_ONCE, np.float32)
     first, last = _partition(inner // 16, me, count)
     for t in range(first_row, first_row + num_rows):
         for begin in range(first * 16, last * 16, COLUMNS_AT_ONCE):

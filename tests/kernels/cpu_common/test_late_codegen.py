@@ -3,9 +3,13 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numba
+import numpy as np
 import pytest
 
+from penstock.kernels.cpu_common.late_codegen import inner
 from penstock.kernels.cpu_common.numba_runtime import has_numba
 
 pytestmark = pytest.mark.skipif(not has_numba(), reason="numba is not installed")
@@ -86,3 +90,20 @@ def test_late_code_has_the_same_results_and_is_assembled_once(tmp_path: Path) ->
         "inlined callees and bodies of parallel loops are not assembled"
     )
     assert plain[3] == again[3] == "[]"
+
+
+def test_inner_functions_without_reference_counts_cannot_create_arrays() -> None:
+    errors: Any = numba.core.errors
+
+    @inner()
+    def create(count: int) -> Any:
+        return np.empty(count)[0]
+
+    @inner()
+    def cut(values: Any) -> Any:
+        return values[1:]
+
+    calls: tuple[Any, ...] = ((create, 3), (cut, np.empty(3)))
+    for function, given in calls:
+        with pytest.raises(errors.NumbaError, match="Only accept returning of array passed into"):
+            function(given)
