@@ -29,6 +29,7 @@ import numpy.typing as npt
 from penstock.kernels.cpu_common.late_codegen import inner
 from penstock.kernels.cpu_common.simd import (
     VECTOR_WIDTH,
+    broadcast_load,
     fma,
     hsum,
     hsum4,
@@ -113,7 +114,36 @@ def _load_tail(rows: Floats, at: int, count: int, spare: Floats) -> Any:
     return load8(spare, 0)
 
 
-@inner(fastmath=_FASTMATH)
+@inner()
+def _prefetch(later: Any, ahead: int, size: int) -> None:
+    """Prefetch the elements [ahead, ahead + size) of `later`, unless `ahead` is -1."""
+    if ahead >= 0:
+        for i in range(ahead, ahead + size, 64 // later.itemsize):
+            prefetch(later, i)
+
+
+@inner()
+def _partial_scores(
+    q: Floats, q_at: int, head_dim: int, rows: Floats, k0: int, k1: int, k2: int, k3: int,
+    spare: Floats,
+) -> Any:  # fmt: skip
+    """Return the eight partial sums of the scores of one query row, a vector for each of 4 keys."""
+    a = b = c = d = splat8(_f32(0))
+    whole = head_dim - head_dim % 8
+    for i in range(0, whole, 8):
+        x = load8(q, q_at + i)
+        a, b = fma(x, load8(rows, k0 + i), a), fma(x, load8(rows, k1 + i), b)
+        c, d = fma(x, load8(rows, k2 + i), c), fma(x, load8(rows, k3 + i), d)
+    if whole < head_dim:
+        x, count = load8(q, q_at + whole), head_dim - whole
+        a = fma(x, _load_tail(rows, k0 + whole, count, spare), a)
+        b = fma(x, _load_tail(rows, k1 + whole, count, spare), b)
+        c = fma(x, _load_tail(rows, k2 + whole, count, spare), c)
+        d = fma(x, _load_tail(rows, k3 + whole, count, spare), d)
+    return a, b, c, d
+
+
+@inner()
 def qk_row(
     q: Floats, q_at: int, head_dim: int, rows: Floats, row_at: int, begin: int, end: int,
     scores: Floats, at: int, spare: Floats, later: Any, ahead: int, prefetch_size: int,
@@ -121,38 +151,23 @@ def qk_row(
     """Compute `scores[at + s]` of one query row for the positions s in [begin, end).
 
     The query row begins at `q[q_at]`, and the key of position s at `rows[row_at + s * head_dim]`.
-    Unless `ahead` is -1, the loop also prefetches the elements [ahead, ahead + prefetch_size) of
-    `later`. The prefetches are spread evenly over the loop.
+    Unless `ahead` is -1, the function first prefetches the elements [ahead, ahead + prefetch_size)
+    of `later`.
     """
-    whole = head_dim - head_dim % 8
-    line = 64 // later.itemsize
-    pace = (prefetch_size * 4 // (end - begin) + line - 1) // line * line
-    stop = ahead + prefetch_size if ahead >= 0 else -1
-    for s in range(begin, end, 4):
-        upto = min(ahead + pace, stop)
-        while ahead < upto:
-            prefetch(later, ahead)
-            ahead += line
-        # Each iteration computes four positions. Position `end - 1` replaces positions past it.
-        s1, s2, s3 = min(s + 1, end - 1), min(s + 2, end - 1), min(s + 3, end - 1)
-        k0, k1 = row_at + s * head_dim, row_at + s1 * head_dim
-        k2, k3 = row_at + s2 * head_dim, row_at + s3 * head_dim
-        a = b = c = d = splat8(_f32(0))
-        for i in range(0, whole, 8):
-            x = load8(q, q_at + i)
-            a, b = fma(x, load8(rows, k0 + i), a), fma(x, load8(rows, k1 + i), b)
-            c, d = fma(x, load8(rows, k2 + i), c), fma(x, load8(rows, k3 + i), d)
-        if whole < head_dim:
-            x, count = load8(q, q_at + whole), head_dim - whole
-            a = fma(x, _load_tail(rows, k0 + whole, count, spare), a)
-            b = fma(x, _load_tail(rows, k1 + whole, count, spare), b)
-            c = fma(x, _load_tail(rows, k2 + whole, count, spare), c)
-            d = fma(x, _load_tail(rows, k3 + whole, count, spare), d)
-        if s + 4 <= end:
-            store(scores, at + s, hsum4(a, b, c, d))
-        else:
-            scores[at + s], scores[at + s1] = hsum(a), hsum(b)
-            scores[at + s2], scores[at + s3] = hsum(c), hsum(d)
+    _prefetch(later, ahead, prefetch_size)
+    k, whole = row_at + begin * head_dim, begin + (end - begin) // 4 * 4
+    for s in range(begin, whole, 4):
+        a, b, c, d = _partial_scores(
+            q, q_at, head_dim, rows, k, k + head_dim, k + 2 * head_dim, k + 3 * head_dim, spare
+        )
+        store(scores, at + s, hsum4(a, b, c, d))
+        k += 4 * head_dim
+    if whole < end:
+        # The last position replaces positions past it.
+        s1, s2 = min(whole + 1, end - 1), min(whole + 2, end - 1)
+        k1, k2 = row_at + s1 * head_dim, row_at + s2 * head_dim
+        a, b, c, _ = _partial_scores(q, q_at, head_dim, rows, k, k1, k2, k2, spare)
+        scores[at + whole], scores[at + s1], scores[at + s2] = hsum(a), hsum(b), hsum(c)
 
 
 @inner(fastmath=_FASTMATH)
@@ -189,7 +204,7 @@ def softmax_row(
     return _one_over(hsum(total), most, sink)
 
 
-@inner(fastmath=_FASTMATH)
+@inner()
 def pv_row(
     probs: Floats, at: int, rows: Floats, row_at: int, begin: int, end: int, head_dim: int,
     sums: Floats, sums_at: int, later: Any, ahead: int, prefetch_size: int,
@@ -197,30 +212,32 @@ def pv_row(
     """Add `probs[at + s]` times the value row of position s to `sums`, for s in [begin, end).
 
     `sums` of the query row begin at index `sums_at`. The value row of position s begins at
-    `rows[row_at + s * head_dim]`. The loop prefetches elements of `later`, as `qk_row` does.
+    `rows[row_at + s * head_dim]`. The function prefetches elements of `later`, as `qk_row` does.
     """
+    _prefetch(later, ahead, prefetch_size)
     i = 0
-    line = 64 // later.itemsize
-    stop = ahead + prefetch_size if ahead >= 0 else -1
-    pace = max(1, (end - begin) * (head_dim // 32) * line // prefetch_size)
-    due = 0
-    while i + 32 <= head_dim:
-        a, b = load8(sums, sums_at + i), load8(sums, sums_at + i + 8)
-        c, d = load8(sums, sums_at + i + 16), load8(sums, sums_at + i + 24)
+    while i + 4 * VECTOR_WIDTH <= head_dim:
+        to, v = sums_at + i, row_at + begin * head_dim + i
+        a, b = load_wide(sums, to), load_wide(sums, to + VECTOR_WIDTH)
+        c, d = load_wide(sums, to + 2 * VECTOR_WIDTH), load_wide(sums, to + 3 * VECTOR_WIDTH)
         for s in range(begin, end):
-            if due == 0 and ahead < stop:
-                prefetch(later, ahead)
-                ahead += line
-                due = pace
-            due -= 1
-            x, v = splat8(probs[at + s]), row_at + s * head_dim + i
-            a, b = fma(x, load8(rows, v), a), fma(x, load8(rows, v + 8), b)
-            c, d = fma(x, load8(rows, v + 16), c), fma(x, load8(rows, v + 24), d)
+            x = broadcast_load(probs, at + s)
+            a, b = fma(x, load_wide(rows, v), a), fma(x, load_wide(rows, v + VECTOR_WIDTH), b)
+            c = fma(x, load_wide(rows, v + 2 * VECTOR_WIDTH), c)
+            d = fma(x, load_wide(rows, v + 3 * VECTOR_WIDTH), d)
+            v += head_dim
+        store(sums, to, a)
+        store(sums, to + VECTOR_WIDTH, b)
+        store(sums, to + 2 * VECTOR_WIDTH, c)
+        store(sums, to + 3 * VECTOR_WIDTH, d)
+        i += 4 * VECTOR_WIDTH
+    while i + VECTOR_WIDTH <= head_dim:
+        a, v = load_wide(sums, sums_at + i), row_at + begin * head_dim + i
+        for s in range(begin, end):
+            a = fma(broadcast_load(probs, at + s), load_wide(rows, v), a)
+            v += head_dim
         store(sums, sums_at + i, a)
-        store(sums, sums_at + i + 8, b)
-        store(sums, sums_at + i + 16, c)
-        store(sums, sums_at + i + 24, d)
-        i += 32
+        i += VECTOR_WIDTH
     for j in range(i, head_dim):
         one = sums[sums_at + j]
         for s in range(begin, end):
@@ -241,8 +258,8 @@ def _chains(
     a0 = a1 = b0 = b1 = c0 = c1 = d0 = d1 = splat_wide(_f32(0))
     for i in range(first, head_dim, 8):
         x, y = load_wide(q, at + i * height), load_wide(q, at + i * height + VECTOR_WIDTH)
-        a, b = splat_wide(rows[k0 + i]), splat_wide(rows[k1 + i])
-        c, d = splat_wide(rows[k2 + i]), splat_wide(rows[k3 + i])
+        a, b = broadcast_load(rows, k0 + i), broadcast_load(rows, k1 + i)
+        c, d = broadcast_load(rows, k2 + i), broadcast_load(rows, k3 + i)
         a0, a1, b0, b1 = fma(x, a, a0), fma(y, a, a1), fma(x, b, b0), fma(y, b, b1)
         c0, c1, d0, d1 = fma(x, c, c0), fma(y, c, c1), fma(x, d, d0), fma(y, d, d1)
     return a0, a1, b0, b1, c0, c1, d0, d1
@@ -364,8 +381,8 @@ def pv_rows(
                 x = load_wide(probs, s * height + r)
                 y = load_wide(probs, s * height + r + VECTOR_WIDTH)
                 v = row_at + s * head_dim
-                a, b = splat_wide(rows[v + i]), splat_wide(rows[v + i1])
-                c, d = splat_wide(rows[v + i2]), splat_wide(rows[v + i3])
+                a, b = broadcast_load(rows, v + i), broadcast_load(rows, v + i1)
+                c, d = broadcast_load(rows, v + i2), broadcast_load(rows, v + i3)
                 a0, a1, b0, b1 = fma(x, a, a0), fma(y, a, a1), fma(x, b, b0), fma(y, b, b1)
                 c0, c1, d0, d1 = fma(x, c, c0), fma(y, c, c1), fma(x, d, d0), fma(y, d, d1)
             store(sums, at, a0)
