@@ -48,13 +48,19 @@ def has_numba() -> bool:
 def configure_numba() -> None:
     """Configure numba. Call this function before the first import of a module of compiled loops."""
     import numba
+    from numba.core import codegen
 
     from penstock.kernels.cpu_common import late_codegen
+    from penstock.kernels.cpu_common.cpu_features import has_avx512
 
     settings: Any = numba.config
+    host: Any = codegen
     settings.CACHE_DIR = str(cache_folder())
     # torch uses OpenMP, too. If numba also uses OpenMP, torch and numba share one thread pool.
     settings.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
+    if has_avx512() and not settings.CPU_FEATURES:
+        # By default, LLVM uses only half of the width of the vectors of such a CPU.
+        settings.CPU_FEATURES = f"{host.get_host_cpu_features()},-prefer-256-bit"
     late_codegen.install()
 
 
