@@ -1,67 +1,62 @@
 """CPU loops of the gated activations, compiled by numba.
 
 The result for an element does not depend on the element's index. LLVM makes a vector loop and a
-loop over the remaining elements; the two loops execute the same operations, and both fuse
-multiply-adds.
+loop over the remaining elements, and both execute the same operations.
 """
 
 # mypy: disable-error-code="no-untyped-call"
+
+from typing import Any
 
 import numba
 import numpy as np
 import numpy.typing as npt
 
-from penstock.kernels.attention.cpu_inner import exp
+from penstock.kernels.cpu_common.exponential import exp
 from penstock.kernels.cpu_common.late_codegen import inner
 from penstock.kernels.cpu_common.numba_runtime import entry, load_entries, run_serial_or_parallel
+from penstock.kernels.cpu_common.simd import fma
 
 Floats = npt.NDArray[np.float32]
 
 _f32 = np.float32
 
-COLUMNS_AT_ONCE = 512
-"""Maximum number of columns per call of `gate_columns`."""
-
 _SLOPE, _BEND = _f32(2 * np.sqrt(2 / np.pi)), _f32(0.044715)
 
 
-@inner(fastmath={"contract"})
-def gate_columns(x: Floats, up: Floats, out: Floats, is_gelu: bool, scratch: Floats) -> None:
-    """Compute out = x / (1 + e^-u) * up for at most COLUMNS_AT_ONCE columns.
+@inner()
+def _gated(x: Any, up: Any, u: Any) -> Any:
+    """Return x / (1 + e^-u) * up."""
+    e = exp(-abs(u))
+    above = e if u < 0 else _f32(1)
+    return x * (above / (_f32(1) + e)) * up
 
-    For silu, u = x. For gelu, u = 2 sqrt(2 / pi) (x + 0.044715 x^3). `scratch` is an array of
-    3 * COLUMNS_AT_ONCE elements.
+
+@inner()
+def gate_columns(x: Floats, up: Floats, out: Floats, is_gelu: bool) -> None:
+    """Compute out = x / (1 + e^-u) * up.
+
+    For silu, u = x. For gelu, u = 2 sqrt(2 / pi) (x + 0.044715 x^3).
     """
-    size = len(x)
-    bent, far = scratch[:size], scratch[COLUMNS_AT_ONCE:][:size]
-    powers = scratch[2 * COLUMNS_AT_ONCE :][:size].view(np.int32)
-    for i in range(size):
-        bent[i] = x[i]
     if is_gelu:
-        for i in range(size):
-            bent[i] = x[i] * (_SLOPE + _SLOPE * _BEND * x[i] * x[i])
-    for i in range(size):
-        far[i] = -abs(bent[i])
-    exp(far, powers)
-    for i in range(size):
-        above = far[i] if bent[i] < 0 else _f32(1)
-        bent[i] = above / (_f32(1) + far[i])
-    for i in range(size):
-        out[i] = x[i] * bent[i] * up[i]
+        for i in range(len(x)):
+            u = x[i] * fma(_SLOPE * _BEND * x[i], x[i], _SLOPE)
+            out[i] = _gated(x[i], up[i], u)
+    else:
+        for i in range(len(x)):
+            out[i] = _gated(x[i], up[i], x[i])
 
 
-@inner(allocates=True)
+@inner()
 def _some_rows(
     gate_up: Floats, inner: int, is_gelu: bool, out: Floats, first: int, last: int
 ) -> None:
-    scratch = np.empty(3 * COLUMNS_AT_ONCE, np.float32)
     for t in range(first, last):
-        for begin in range(0, inner, COLUMNS_AT_ONCE):
-            at, size = 2 * t * inner + begin, min(COLUMNS_AT_ONCE, inner - begin)
-            gate_columns(
-                gate_up[at : at + size], gate_up[at + inner :][:size],
-                out[t * inner + begin :][:size], is_gelu, scratch,
-            )  # fmt: skip
+        at = 2 * t * inner
+        gate_columns(
+            gate_up[at : at + inner], gate_up[at + inner : at + 2 * inner],
+            out[t * inner : (t + 1) * inner], is_gelu,
+        )  # fmt: skip
 
 
 @entry("void(float32[::1], int64, boolean, float32[::1])")

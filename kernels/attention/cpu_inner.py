@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from penstock.kernels.cpu_common.exponential import exp
 from penstock.kernels.cpu_common.late_codegen import inner
 from penstock.kernels.cpu_common.simd import (
     VECTOR_WIDTH,
@@ -50,32 +51,6 @@ _FASTMATH = {"contract"}
 """Fast-math flags: allow only fused multiply-adds, which LLVM forms the same way every time."""
 
 _f32 = np.float32
-_LOG2_E = _f32(math.log2(math.e))
-# Coefficients of the Taylor series of 2^f = exp(f ln 2).
-# For f in [-1/2, 1/2], the series is wrong in the last bit at most.
-_C1, _C2, _C3, _C4, _C5, _C6, _C7 = (
-    _f32(math.log(2) ** n / math.factorial(n)) for n in range(1, 8)
-)
-
-
-@inner(fastmath=_FASTMATH)
-def exp(x: Floats, powers: Ints) -> None:
-    """Replace every element of `x` by its exponential, in place. All elements must be <= 0.
-
-    Results below 2^-126 become 0. `powers` is a scratch array, at least as long as `x`.
-    """
-    factors = powers.view(np.float32)
-    for i in range(len(x)):
-        t = x[i] * _LOG2_E
-        if t < _f32(-127):  # not max(), because max() may replace a NaN by -127
-            t = _f32(-127)
-        n = np.floor(t + _f32(0.5))
-        f = t - n
-        powers[i] = (np.int32(n) + np.int32(127)) << np.int32(23)
-        p = _C4 + f * (_C5 + f * (_C6 + f * _C7))
-        x[i] = _f32(1) + f * (_C1 + f * (_C2 + f * (_C3 + f * p)))
-    for i in range(len(x)):
-        x[i] *= factors[i]
 
 
 @inner(fastmath=_FASTMATH)
@@ -173,7 +148,7 @@ def qk_row(
 @inner(fastmath=_FASTMATH)
 def softmax_row(
     scores: Floats, at: int, low: int, seen: int, cap: float, slope: float, sink: float,
-    powers: Ints, spare: Floats,
+    spare: Floats,
 ) -> Any:  # fmt: skip
     """Replace one query row's scores of the positions [low, seen) by unnormalized softmax weights.
 
@@ -196,8 +171,7 @@ def softmax_row(
     spare[:] = 0
     probs = scores[at + first : at + last]
     for s in range(len(probs)):
-        probs[s] -= most
-    exp(probs, powers[: last - first])
+        probs[s] = exp(probs[s] - most)
     total = splat8(_f32(0))
     for s in range(first, last, 8):
         total = vadd(total, load8(scores, at + s))
@@ -326,13 +300,12 @@ def _mask(
 @inner(fastmath=_FASTMATH)
 def softmax_rows(
     scores: Floats, height: int, group: int, tile: tuple[int, int, int], cap: float,
-    slopes: Floats, sinks: Floats, powers: Ints, most: Floats, totals: Floats, ones: Floats,
+    slopes: Floats, sinks: Floats, most: Floats, totals: Floats, ones: Floats,
 ) -> None:  # fmt: skip
     """Do the work of `softmax_row` for all query rows; write the normalizing factors to `ones`.
 
     `tile` is (number of tokens, context length of the first token, window). `slopes` and `sinks`
-    are [G], `ones` is [height]. `powers` [8 height], `most` [height] and `totals` [8 height] are
-    scratch buffers.
+    are [G], `ones` is [height]. `most` [height] and `totals` [8 height] are scratch buffers.
     """
     count, context, behind = tile
     first, last = max(context - behind, 0) // 8 * 8, (context + count + 6) // 8 * 8
@@ -340,24 +313,21 @@ def softmax_rows(
     for r in range(height):
         most[r] = sinks[r % group]
     for s in range(first, last):
+        row = scores[s * height : (s + 1) * height]
         for r in range(height):
-            x = scores[s * height + r]
-            most[r] = x if x > most[r] else most[r]
+            most[r] = row[r] if row[r] > most[r] else most[r]
     totals[:] = 0
-    for s in range(first, last, 8):
-        probs = scores[s * height : (s + 8) * height]
-        for j in range(8):
-            for r in range(height):
-                probs[j * height + r] -= most[r]
-        exp(probs, powers[: 8 * height])
-        for i in range(8 * height):
-            totals[i] += probs[i]
+    for s in range(first, last):
+        row, total = scores[s * height : (s + 1) * height], totals[s % 8 * height :]
+        for r in range(height):
+            row[r] = exp(row[r] - most[r])
+            total[r] += row[r]
     for i in range(4 * height):
         totals[i] += totals[4 * height + i]
     for r in range(count * group):
-        total = totals[r] + totals[height + r]
-        total = (total + totals[2 * height + r]) + totals[3 * height + r]
-        ones[r] = _one_over(total, most[r], sinks[r % group])
+        summed = totals[r] + totals[height + r]
+        summed = (summed + totals[2 * height + r]) + totals[3 * height + r]
+        ones[r] = _one_over(summed, most[r], sinks[r % group])
 
 
 @inner()

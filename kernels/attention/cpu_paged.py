@@ -119,7 +119,7 @@ def _scale(x: Floats, at: int, count: int, factor: float, out: Floats, out_at: i
 def attend_few_rows(
     start: int, tile: tuple[int, int, int], kv_layout: tuple[int, int, int], query: Floats,
     rows: Rows, values_at: int, table: Ints, scale: float, cap: float, sinks: Floats,
-    slopes: Floats, q: Floats, scores: Floats, powers: Ints, sums: Floats, ones: Floats,
+    slopes: Floats, q: Floats, scores: Floats, sums: Floats, ones: Floats,
     spare: Floats, scratch: Floats, out: Floats, next_blocks: tuple[int, int], next_table: Ints,
     next_layout: tuple[int, int, int],
 ) -> None:  # fmt: skip
@@ -140,7 +140,7 @@ def attend_few_rows(
         cap: soft cap of the scores; 0 for none.
         sinks: [G] sinks of the query heads that read this KV head; -inf for none.
         slopes: [G] ALiBi slopes of the query heads that read this KV head; 0 for none.
-        q, scores, powers, sums, ones, spare, scratch: scratch buffers.
+        q, scores, sums, ones, spare, scratch: scratch buffers.
         out: [T, Hq, D] result.
         next_blocks: `visible_blocks` of the next work item.
         next_table: block table of the next work item.
@@ -177,7 +177,7 @@ def attend_few_rows(
     for r in range(count * group):
         seen, g = context + r // group, r % group
         low = max(seen - behind, 0)
-        ones[r] = softmax_row(scores, r * span, low, seen, cap, slopes[g], sinks[g], powers, spare)
+        ones[r] = softmax_row(scores, r * span, low, seen, cap, slopes[g], sinks[g], spare)
     sums[: count * group * head_dim] = 0
     for at in range(first, last):
         values = values_at + _page_of(table, at, kv_layout, size)
@@ -207,7 +207,7 @@ def attend_few_rows(
 def attend_many_rows(
     start: int, tile: tuple[int, int, int], kv_layout: tuple[int, int, int], query: Floats,
     rows: Rows, values_at: int, table: Ints, scale: float, cap: float, sinks: Floats,
-    slopes: Floats, q: Floats, scores: Floats, powers: Ints, sums: Floats, most: Floats,
+    slopes: Floats, q: Floats, scores: Floats, sums: Floats, most: Floats,
     totals: Floats, ones: Floats, scratch: Floats, out: Floats,
 ) -> None:  # fmt: skip
     """Compute attention for a tile with many query rows and one KV head, one row per vector lane.
@@ -235,7 +235,7 @@ def attend_many_rows(
         )
         qk_rows(q, height, head_dim, near, row_at, begin, end, scores)
     softmax_rows(
-        scores, height, group, tile, cap, slopes, sinks, powers, most[:height],
+        scores, height, group, tile, cap, slopes, sinks, most[:height],
         totals[: 8 * height], ones,
     )  # fmt: skip
     sums[: head_dim * height] = 0
@@ -294,7 +294,6 @@ def _paged_attention(
     span = (most_seen + 7) // 8 * 8
     for thread in numba.prange(num_threads):
         scores = np.empty(height * span, np.float32)
-        powers = np.empty(max(8 * height, span), np.int32)
         q = np.empty(height * (head_dim + 8), np.float32)
         sums = np.empty(height * head_dim, np.float32)
         most, ones = np.empty(height, np.float32), np.empty(height, np.float32)
@@ -313,14 +312,14 @@ def _paged_attention(
                 next_tile = (next_count, next_context, window if window else 1 << 30)
                 attend_few_rows(
                     start, tile, kv_layout, query, rows, values_at, tables[sequence], scale, cap,
-                    sinks[own], slopes[own], q, scores, powers, sums, ones, spare, scratch, out,
+                    sinks[own], slopes[own], q, scores, sums, ones, spare, scratch, out,
                     visible_blocks(next_tile, block_size), tables[other],
                     (num_heads, then % num_heads, block_size),
                 )  # fmt: skip
             else:
                 attend_many_rows(
                     start, tile, kv_layout, query, rows, values_at, tables[sequence], scale, cap,
-                    sinks[own], slopes[own], q, scores, powers, sums, most, totals, ones,
+                    sinks[own], slopes[own], q, scores, sums, most, totals, ones,
                     scratch, out,
                 )  # fmt: skip
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.kernels.attention.cpu_inner import exp
+from penstock.kernels.cpu_common.exponential import exp
 from penstock.kernels.cpu_common.late_codegen import inner
 from penstock.kernels.cpu_common.partition import f32_array, partition
 from penstock.kernels.step_graph.opcodes import (
@@ -62,14 +62,13 @@ def gemv(op: Longs, arena: Floats, num_rows: int, me: int, count: int) -> None:
 
 
 @inner()
-def _softmax(row: Floats, powers: Any) -> None:
+def _softmax(row: Floats) -> None:
     most = row[0]
     for e in range(len(row)):
         if row[e] > most:
             most = row[e]
     for e in range(len(row)):
-        row[e] -= most
-    exp(row, powers)
+        row[e] = exp(row[e] - most)
     total = _f32(0)
     for e in range(len(row)):
         total += row[e]
@@ -95,13 +94,13 @@ def topk_softmax(op: Longs, arena: Floats, ints: Longs, num_rows: int, me: int, 
     The logits are overwritten.
     """
     num_experts, top_k = op[NUM_EXPERTS], op[TOP_K]
-    merits, powers = np.empty(num_experts, np.float32), np.empty(num_experts, np.int32)
+    merits = np.empty(num_experts, np.float32)
     first, last = partition(num_rows, me, count)
     for t in range(first, last):
         chances = arena[op[X] + t * num_experts :][:num_experts]
         weights = arena[op[OUT] + t * top_k :][:top_k]
         chosen = ints[op[CHOICES] + t * top_k :][:top_k]
-        _softmax(chances, powers)
+        _softmax(chances)
         for e in range(num_experts):  # a NaN ranks below every other score
             merits[e] = chances[e] if chances[e] == chances[e] else _f32(-1)
         total = _f32(0)

@@ -11,7 +11,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
-from penstock.kernels.activation.cpu import COLUMNS_AT_ONCE, gate_columns
+from penstock.kernels.activation.cpu import gate_columns
 from penstock.kernels.attention.cpu_paged import attend_few_rows, visible_blocks
 from penstock.kernels.cpu_common.late_codegen import inner
 from penstock.kernels.cpu_common.numba_runtime import compile_function, use_threads
@@ -108,7 +108,7 @@ def _attend(
     span, head_dim = (longest + 7) // 8 * 8, op[HEAD_DIM]
     group = op[NUM_HEADS] // op[NUM_KV_HEADS]
     scratch = np.empty(
-        (group + 1) * span + group * (2 * head_dim + 9) + 8 + op[BLOCK_SIZE] * head_dim, np.float32
+        group * span + group * (2 * head_dim + 9) + 8 + op[BLOCK_SIZE] * head_dim, np.float32
     )
     _attend_pieces(
         op, scale, cap, arena, cache, slots, contexts, tables, span, scratch, me, count
@@ -133,7 +133,6 @@ def _attend_pieces(
     rows = cache[op[LAYER_START] : op[LAYER_START] + op[LAYER_SIZE]]
     sinks, slopes = _floats(op[SINKS], num_heads), _floats(op[SLOPES], num_heads)
     scores, at = scratch[: group * span], group * span
-    powers, at = scratch[at : at + span].view(np.int32), at + span
     q, at = scratch[at : at + group * (head_dim + 8)], at + group * (head_dim + 8)
     sums, at = scratch[at : at + group * head_dim], at + group * head_dim
     ones, at = scratch[at : at + group], at + group
@@ -152,7 +151,7 @@ def _attend_pieces(
         attend_few_rows(
             t, (1, contexts[t], window if window else contexts[t] + 1),
             (num_kv_heads, head, block_size), query, rows, values_at, tables[t], scale, cap,
-            sinks[own], slopes[own], q, scores, powers, sums, ones, spare, block, out,
+            sinks[own], slopes[own], q, scores, sums, ones, spare, block, out,
             visible_blocks((1, next_context, window if window else 1 << 30), block_size),
             tables[other],
             (num_kv_heads, then % num_kv_heads, block_size),
@@ -176,20 +175,19 @@ def _rotate(op: Longs, arena: Floats, heads: Any, t: int, head: int) -> None:
             rope_neox(one, cosines, sines)
 
 
-@inner(allocates=True)
+@inner()
 def _gate(
     op: Longs, arena: Floats, first_row: int, num_rows: int, me: int, count: int
 ) -> None:  # fmt: skip
     """Execute opcode GATE, see `operations.Gate`."""
-    inner, scratch = op[OUT_WIDTH], np.empty(3 * COLUMNS_AT_ONCE, np.float32)
+    inner = op[OUT_WIDTH]
     first, last = _partition(inner // 16, me, count)
     for t in range(first_row, first_row + num_rows):
-        for begin in range(first * 16, last * 16, COLUMNS_AT_ONCE):
-            at, size = op[X] + 2 * t * inner + begin, min(COLUMNS_AT_ONCE, last * 16 - begin)
-            gate_columns(
-                arena[at : at + size], arena[at + inner :][:size],
-                arena[op[OUT] + t * inner + begin :][:size], op[GATE_KIND] == 1, scratch,
-            )  # fmt: skip
+        at, size = op[X] + 2 * t * inner + first * 16, (last - first) * 16
+        gate_columns(
+            arena[at : at + size], arena[at + inner :][:size],
+            arena[op[OUT] + t * inner + first * 16 :][:size], op[GATE_KIND] == 1,
+        )  # fmt: skip
 
 
 @inner()
