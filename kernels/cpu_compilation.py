@@ -115,8 +115,7 @@ def required_groups(needs: CpuKernelNeeds) -> list[KernelGroup]:
         load = partial(cache.load_cpu_kernels, kept)
         groups.append(KernelGroup(cache.loops_name(kept), load, True))
         groups.append(KernelGroup(norm.LOOPS, norm.load_cpu_kernels, True))
-        if needs.deterministic:
-            groups.append(KernelGroup("gates", activation.load_cpu_kernels))
+        groups.append(KernelGroup(activation.LOOPS, activation.load_cpu_kernels, True))
     return groups
 
 

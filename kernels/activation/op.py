@@ -5,9 +5,11 @@
 `gate_up` is [T, 2 I], with one row per token; the first I columns are the gates. The result is a
 new tensor [T, I] of the same dtype. On a GPU, the arithmetic is float32.
 
-torch's sigmoid uses scalar code for the last elements of each thread's range, so the last bit of a
-result depends on the element's index. torch's `exp` does not have this problem, so the
-batch-invariant versions are built from `exp`.
+For float32 on a CPU, the functions run the same numba loops as the CPU step graph. The result for
+an element then does not depend on the element's index. torch's sigmoid uses scalar code for the
+last elements of each thread's range, so the last bit of its results depends on the index. torch's
+`exp` does not have this problem. The batch-invariant SwiGLU is therefore built from `exp` where the
+loops do not run.
 """
 
 import math
@@ -20,6 +22,7 @@ from torch.nn import functional
 
 from penstock.kernels.activation.triton import gated_triton
 from penstock.kernels.checks import FLOATS, check
+from penstock.kernels.cpu_common.deferred_loops import is_deferred
 from penstock.kernels.cpu_common.numba_runtime import (
     MIN_PARALLEL_ELEMENTS,
     configure_numba,
@@ -27,11 +30,16 @@ from penstock.kernels.cpu_common.numba_runtime import (
 )
 from penstock.kernels.triton_common.launch import use_triton
 
+LOOPS = "gates"
+"""Name of the group of compiled loops, see `kernels/cpu_compilation.py`."""
+
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """Compute SwiGLU. The gates (first half of `gate_up`) may be overwritten."""
     if use_triton(gate_up):
         return _gated(gate_up, "silu")
+    if _runs_on_cpu_kernel(gate_up):
+        return _gate_cpu(gate_up, is_gelu=False)
     gate, up = gate_up.chunk(2, dim=-1)
     return functional.silu(gate, inplace=True) * up
 
@@ -53,16 +61,6 @@ def silu_and_mul_batch_invariant(gate_up: Tensor) -> Tensor:
     return torch.div(gate, below, out=below).mul_(up)
 
 
-def gelu_tanh_and_mul_batch_invariant(gate_up: Tensor) -> Tensor:
-    """Compute GeGLU so that the result for an element does not depend on the element's index.
-
-    For float32 on a CPU, this function runs the same numba loops as the CPU step graph.
-    """
-    if not use_triton(gate_up) and _runs_on_cpu_kernel(gate_up):
-        return _gate_cpu(gate_up, is_gelu=True)
-    return gelu_tanh_and_mul(gate_up)
-
-
 def _runs_on_cpu_kernel(gate_up: Tensor) -> bool:
     """Return whether the numba loops support this tensor, a float32 matrix on a CPU.
 
@@ -70,7 +68,8 @@ def _runs_on_cpu_kernel(gate_up: Tensor) -> bool:
     therefore not depend on the number of rows.
     """
     plain = gate_up.device.type == "cpu" and gate_up.dtype == torch.float32
-    return plain and gate_up.dim() == 2 and gate_up.numel() > 0 and has_numba()
+    fits = plain and gate_up.dim() == 2 and gate_up.numel() > 0
+    return fits and has_numba() and not is_deferred(LOOPS)
 
 
 def _gate_cpu(gate_up: Tensor, is_gelu: bool) -> Tensor:
@@ -112,9 +111,14 @@ def gelu(x: Tensor) -> Tensor:
 
 
 def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
-    """Compute GeGLU with the tanh approximation of gelu."""
+    """Compute GeGLU with the tanh approximation of gelu.
+
+    The result for an element does not depend on the element's index.
+    """
     if use_triton(gate_up):
         return _gated(gate_up, "gelu")
+    if _runs_on_cpu_kernel(gate_up):
+        return _gate_cpu(gate_up, is_gelu=True)
     gate, up = gate_up.chunk(2, dim=-1)
     return gelu(gate).mul_(up)
 

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from penstock.kernels.activation.op import (
     gelu_tanh_and_mul,
-    gelu_tanh_and_mul_batch_invariant,
     silu_and_mul,
     silu_and_mul_batch_invariant,
 )
@@ -19,7 +18,6 @@ STEP_GRAPH_GATES: dict[Callable[[Tensor], Tensor], str] = {
     silu_and_mul: "silu",
     silu_and_mul_batch_invariant: "silu",
     gelu_tanh_and_mul: "gelu",
-    gelu_tanh_and_mul_batch_invariant: "gelu",
 }
 """Gated activations that CPU step graphs support."""
 

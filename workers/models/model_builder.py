@@ -12,7 +12,6 @@ from torch.nn import functional
 from penstock.kernels.activation.op import (
     gelu,
     gelu_tanh_and_mul,
-    gelu_tanh_and_mul_batch_invariant,
     silu_and_mul,
     silu_and_mul_batch_invariant,
     swiglu_oai,
@@ -42,7 +41,6 @@ GATES: dict[str, Callable[[Tensor], Tensor]] = {
 GATE_KINDS: dict[str, Literal["silu", "gelu"]] = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
 BATCH_INVARIANT_GATES: dict[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] = {
     silu_and_mul: silu_and_mul_batch_invariant,
-    gelu_tanh_and_mul: gelu_tanh_and_mul_batch_invariant,
 }
 UNGATED: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,

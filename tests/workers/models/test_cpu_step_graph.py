@@ -30,7 +30,7 @@ from penstock.workers.engine import model_runner
 from penstock.workers.layers import packing
 from penstock.workers.layers.moe import MoE
 from penstock.workers.layers.norm import LayerNorm
-from penstock.workers.models import cpu_step_graph, model_builder
+from penstock.workers.models import cpu_step_graph
 from penstock.workers.models.cpu_step_graph import MAX_ROWS, DecodeStepGraph, build_cpu_step_graph
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.rank.cpu_kernels import kernel_needs
@@ -43,10 +43,6 @@ from tests.support.step_graph_checkpoints import COMPATIBLE_SIZES, make_compatib
 CPU = torch.device("cpu")
 MAX_NEW = 12
 LENGTHS = (3, 17, 40)
-
-BATCH_INVARIANT_GATES = {
-    name: model_builder.BATCH_INVARIANT_GATES[gate] for name, gate in model_builder.GATES.items()
-}
 
 SMALL_EXPERTS = {
     "num_experts": 6,
@@ -192,7 +188,6 @@ def run_with_and_without_graph(
 def test_graph_over_a_narrow_cache_has_the_bits_of_eager_execution(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_builder, "GATES", BATCH_INVARIANT_GATES)
     _, decoder = make_models(tmp_path, SUPPORTED["mistral, a window"]())
     form = FORMATS[name]
     assert build_cpu_step_graph(decoder, make_cache(decoder, 4, form)) is not None
@@ -210,12 +205,9 @@ def test_graph_has_the_bits_of_eager_execution(
 ) -> None:
     """Each layer's `lower` computes the same as its `__call__`.
 
-    The test lets eager execution use the batch-invariant gates, because torch's gates round
-    differently. The routing to experts is equal only up to rounding, unless deterministic mode is
-    on.
+    The routing to experts is equal only up to rounding, unless deterministic mode is on.
     """
     monkeypatch.setattr(packing, "MIN_WEIGHTS", 1 if deterministic else 65)
-    monkeypatch.setattr(model_builder, "GATES", BATCH_INVARIANT_GATES)
     _, decoder = make_models(tmp_path, SUPPORTED[name](), deterministic=deterministic)
     has_experts = any(isinstance(layer.mlp, MoE) for layer in decoder.layers)
     graph = build_cpu_step_graph(decoder, make_cache(decoder, 4))
@@ -254,7 +246,6 @@ def test_weight_only_graph_has_the_bits_of_eager_execution(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(model_builder, "GATES", BATCH_INVARIANT_GATES)
     _, decoder = make_models(tmp_path, SUPPORTED[name](), quantization, deterministic)
     graph = build_cpu_step_graph(decoder, make_cache(decoder, 4))
     assert (graph is None) == (name == "mixtral" and deterministic)
