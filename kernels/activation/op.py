@@ -5,11 +5,11 @@
 `gate_up` is [T, 2 I], with one row per token; the first I columns are the gates. The result is a
 new tensor [T, I] of the same dtype. On a GPU, the arithmetic is float32.
 
-For float32 on a CPU, the functions run the same numba loops as the CPU step graph. The result for
-an element then does not depend on the element's index. torch's sigmoid uses scalar code for the
-last elements of each thread's range, so the last bit of its results depends on the index. torch's
-`exp` does not have this problem. The batch-invariant SwiGLU is therefore built from `exp` where the
-loops do not run.
+For a float32 matrix on a CPU, SwiGLU and GeGLU run the same numba loops as the CPU step graph. The
+result for an element then does not depend on the element's index. torch's sigmoid uses scalar code
+for the last elements of each thread's range, so the last bit of its results depends on the index.
+torch's `exp` does not have this problem. Where the loops do not run, the batch-invariant SwiGLU is
+therefore built from `exp`.
 """
 
 import math
@@ -68,7 +68,7 @@ def _runs_on_cpu_kernel(gate_up: Tensor) -> bool:
     therefore not depend on the number of rows.
     """
     plain = gate_up.device.type == "cpu" and gate_up.dtype == torch.float32
-    fits = plain and gate_up.dim() == 2 and gate_up.numel() > 0
+    fits = plain and gate_up.dim() == 2 and gate_up.numel() > 0 and gate_up.shape[1] % 2 == 0
     return fits and has_numba() and not is_deferred(LOOPS)
 
 

@@ -72,6 +72,14 @@ def test_silu_and_mul() -> None:
     torch.testing.assert_close(silu_and_mul(gate_up), expected)
 
 
+@pytest.mark.parametrize("gate", [silu_and_mul, gelu_tanh_and_mul])
+def test_gates_of_an_odd_number_of_columns_are_refused(
+    gate: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    with pytest.raises(RuntimeError, match="size"):
+        gate(torch.randn(3, 7))
+
+
 def test_gelu_and_mul() -> None:
     gate_up = torch.randn(7, 22) * 4
     torch.testing.assert_close(gelu_tanh_and_mul(gate_up), gelu_tanh_and_mul_reference(gate_up))

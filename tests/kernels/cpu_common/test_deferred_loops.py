@@ -1,6 +1,6 @@
 """Operations use torch while their compiled loops are deferred."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock.kernels.activation import op as activation
 from penstock.kernels.attention import cpu_plan
 from penstock.kernels.attention.op import paged_attention, plan_attention
 from penstock.kernels.cpu_common.cpu_features import has_avx2
@@ -57,6 +58,15 @@ def test_norms(monkeypatch: pytest.MonkeyPatch) -> None:
         added = norm.fused_add_rms_norm(torch.zeros(5, 96), x, weight, 1e-6)
     torch.testing.assert_close(found, expected)
     assert torch.equal(added, found)
+
+
+@pytest.mark.parametrize("gate", [activation.silu_and_mul, activation.gelu_tanh_and_mul])
+def test_gates(gate: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    x = random(5, 96)
+    expected = gate(x)
+    with deferred(monkeypatch, activation.LOOPS, activation, "_cpu_kernels"):
+        found = gate(x)
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("rotary_dim", [0, 16])
