@@ -45,7 +45,6 @@ from penstock.kernels.cpu_common.simd import (
 )
 
 Floats = npt.NDArray[np.float32]
-Ints = npt.NDArray[np.int32]
 
 _FASTMATH = {"contract"}
 """Fast-math flags: allow only fused multiply-adds, which LLVM forms the same way every time."""
@@ -102,7 +101,7 @@ def _partial_scores(
     q: Floats, q_at: int, head_dim: int, rows: Floats, k0: int, k1: int, k2: int, k3: int,
     spare: Floats,
 ) -> Any:  # fmt: skip
-    """Return the eight partial sums of the scores of one query row, a vector for each of 4 keys."""
+    """Return four vectors: the eight partial sums of a query row's score of each of four keys."""
     a = b = c = d = splat8(_f32(0))
     whole = head_dim - head_dim % 8
     for i in range(0, whole, 8):
@@ -123,7 +122,7 @@ def qk_row(
     q: Floats, q_at: int, head_dim: int, rows: Floats, row_at: int, begin: int, end: int,
     scores: Floats, at: int, spare: Floats, later: Any, ahead: int, prefetch_size: int,
 ) -> None:  # fmt: skip
-    """Compute `scores[at + s]` of one query row for the positions s in [begin, end).
+    """Compute `scores[at + s]` of one query row for the positions s in [begin, end), not empty.
 
     The query row begins at `q[q_at]`, and the key of position s at `rows[row_at + s * head_dim]`.
     Unless `ahead` is -1, the function first prefetches the elements [ahead, ahead + prefetch_size)
@@ -138,7 +137,7 @@ def qk_row(
         store(scores, at + s, hsum4(a, b, c, d))
         k += 4 * head_dim
     if whole < end:
-        # The last position replaces positions past it.
+        # Positions past the end are replaced by the last one.
         s1, s2 = min(whole + 1, end - 1), min(whole + 2, end - 1)
         k1, k2 = row_at + s1 * head_dim, row_at + s2 * head_dim
         a, b, c, _ = _partial_scores(q, q_at, head_dim, rows, k, k1, k2, k2, spare)

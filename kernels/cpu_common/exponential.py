@@ -19,9 +19,9 @@ _C1, _C2, _C3, _C4, _C5, _C6, _C7 = (
 )
 
 
-@inner()
+@inner(fastmath=False)  # by default, numba passes on the flags of the first caller
 def exp(x: Any) -> Any:
-    """Return e^x of a float32 x <= 0. Results below 2^-126 become 0, and NaN stays NaN.
+    """Return e^x of a float32 x <= 0. Results below 2^-126.5 become 0, and NaN stays NaN.
 
     LLVM can vectorize loops that call this function. The operations and their order are the same in
     every loop, and so are the results.

@@ -29,10 +29,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 def inner(allocates: bool = False, **options: Any) -> Callable[[F], F]:
     """Return a decorator like `numba.njit`, for functions that only compiled functions call.
 
-    By default, the functions do not count references to arrays. The atomic operations that count
-    them took half of the time of decode attention. A function without reference counts cannot
-    create arrays; numba refuses to compile it. The arrays that it gets and slices belong to its
-    callers. No inner function returns an array that it has created.
+    By default, the functions do not count references to arrays: the atomic operations that count
+    them took a quarter of the time of decode attention. A function without counts only borrows the
+    arrays of its callers. numba refuses to compile it if it creates an array or returns a view.
+    numba does not notice two other errors: no inner function may return an array that it has
+    created, and a function with counts must not call one without counts that returns views (in a
+    tuple) or arguments.
 
     Args:
         allocates: whether the function creates arrays, and therefore counts references.

@@ -58,8 +58,8 @@ def configure_numba() -> None:
     settings.CACHE_DIR = str(cache_folder())
     # torch uses OpenMP, too. If numba also uses OpenMP, torch and numba share one thread pool.
     settings.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
-    if has_avx512() and not settings.CPU_FEATURES:
-        # By default, LLVM uses only half of the width of the vectors of such a CPU.
+    if has_avx512() and settings.CPU_FEATURES is None:
+        # By default, LLVM uses vectors of 256 bits on many CPUs with AVX-512.
         settings.CPU_FEATURES = f"{host.get_host_cpu_features()},-prefer-256-bit"
     late_codegen.install()
 

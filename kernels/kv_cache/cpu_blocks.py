@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from numba.core import types
+from numba.core.imputils import impl_ret_borrowed
 
 from penstock.kernels.cpu_common.late_codegen import inner, inner_overload
 from penstock.kernels.cpu_common.simd import (
@@ -95,13 +96,11 @@ def has_scales(rows: Any) -> bool:
 
 @simd_intrinsic
 def as_f32(typing, rows, scratch):
-    """Return the array to read after `convert_block`: a float32 cache itself, else `scratch`.
-
-    The result borrows its memory, so only functions without reference counts may call this.
-    """
+    """Return the array to read after `convert_block`: a float32 cache itself, else `scratch`."""
 
     def code(context, builder, signature, arguments):
-        return arguments[0 if is_float32(rows) else 1]
+        array = arguments[0 if is_float32(rows) else 1]
+        return impl_ret_borrowed(context, builder, signature.return_type, array)
 
     return (rows if is_float32(rows) else scratch)(rows, scratch), code
 

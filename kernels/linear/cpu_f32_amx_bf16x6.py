@@ -287,11 +287,11 @@ def compute_columns(
 ) -> None:  # fmt: skip
     """Compute the 16-column strips [first, last) of y [num_rows, width]."""
     long, block = min(MAX_K_IN_SUMS, num_inputs), _SUM_TILES * ROWS
-    size = -(-min(num_rows, _ROWS_AT_ONCE) // block) * block * long * NUM_SPLITS // 2
-    rest, shapes = 2 * _SUM_TILES * _SPLIT, np.empty(64, np.uint8)
-    scratch = np.empty(size + rest + (_SUM_TILES + 1) * TILE + 16, np.float32)
+    a_size = -(-min(num_rows, _ROWS_AT_ONCE) // block) * block * long * NUM_SPLITS // 2
+    b_size, shapes = 2 * _SUM_TILES * _SPLIT, np.empty(64, np.uint8)
+    scratch = np.empty(a_size + b_size + (_SUM_TILES + 1) * TILE + 16, np.float32)
     scratch = scratch[-(scratch.ctypes.data // 4) % 16 :]  # aligned to a cache line
-    a, b, sums = scratch[:size], scratch[size : size + rest], scratch[size + rest :]
+    a, b, sums = scratch[:a_size], scratch[a_size:][:b_size], scratch[a_size + b_size :]
     sums[_SUM_TILES * TILE :] = 0
     floor = 0
     while floor < num_rows:

@@ -9,9 +9,7 @@ the next product.
 Operations read and write buffers: float32 matrices with one row per token, all in one array (the
 arena). The operations call the same inner loops as the separate calls (`linear/cpu_f32_simd`,
 `linear/cpu_dequantizing`, `attention/cpu_paged`, ...), so the results are bitwise identical with
-and without a step graph. Gates are an exception, because torch's exponential rounds differently.
-The results of gates are identical only if the separate calls use the batch-invariant gates
-(`silu_and_mul_batch_invariant`).
+and without a step graph.
 
 `GraphBuilder` is the interface for layers: it checks arguments and records `operations`. `table`
 converts the operations to tables of numbers, `graph` stores these tables, and `interpreter`

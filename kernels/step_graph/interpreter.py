@@ -101,15 +101,14 @@ def _attend(
     op: Longs, scale: float, cap: float, arena: Floats, cache: Any, slots: Longs, contexts: Longs,
     tables: Any, me: int, count: int,
 ) -> None:  # fmt: skip
-    """Execute opcode ATTEND, see `operations.Attend`."""
+    """Execute opcode ATTEND, see `operations.Attend`, with a new scratch array for this thread."""
     longest = 0
     for context in contexts:
         longest = max(longest, context)
     span, head_dim = (longest + 7) // 8 * 8, op[HEAD_DIM]
-    group = op[NUM_HEADS] // op[NUM_KV_HEADS]
-    scratch = np.empty(
-        group * span + group * (2 * head_dim + 9) + 8 + op[BLOCK_SIZE] * head_dim, np.float32
-    )
+    row = span + (head_dim + 8) + head_dim + 1  # scores, query, sums and factor of a query row
+    block = op[BLOCK_SIZE] * head_dim
+    scratch = np.empty(op[NUM_HEADS] // op[NUM_KV_HEADS] * row + 8 + block, np.float32)
     _attend_pieces(
         op, scale, cap, arena, cache, slots, contexts, tables, span, scratch, me, count
     )  # fmt: skip
@@ -122,8 +121,8 @@ def _attend_pieces(
 ) -> None:  # fmt: skip
     """Execute this thread's part of opcode ATTEND.
 
-    The pairs of a token and a KV head are assigned to the threads in turn. `span` is at least the
-    longest context.
+    The pairs of a token and a KV head are assigned to the threads in turn. `span` is the longest
+    context, rounded up to a multiple of 8.
     """
     num_heads, num_kv_heads, head_dim = op[NUM_HEADS], op[NUM_KV_HEADS], op[HEAD_DIM]
     block_size, values_at, window = op[BLOCK_SIZE], op[VALUES_START], op[WINDOW]

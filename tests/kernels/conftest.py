@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.kernels.cpu_common.numba_runtime import has_numba
+from penstock.kernels.cpu_common.numba_runtime import configure_numba, has_numba
 from tests.support.devices import DEVICE, runs_kernels
 from tests.support.only_kernels import only_kernels
 
@@ -28,6 +28,7 @@ def _freed_arrays() -> Iterator[None]:
     if not has_numba():
         yield
         return
+    configure_numba()  # settings have no effect after the first compilation
     runtime: Any = importlib.import_module("numba.core.runtime._nrt_python")
     runtime.memsys_enable_stats()
     before = runtime.memsys_get_stats_alloc() - runtime.memsys_get_stats_free()

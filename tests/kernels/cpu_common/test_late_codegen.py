@@ -5,12 +5,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numba
 import numpy as np
 import pytest
 
-from penstock.kernels.cpu_common.late_codegen import inner
-from penstock.kernels.cpu_common.numba_runtime import has_numba
+from penstock.kernels.cpu_common.numba_runtime import configure_numba, has_numba
 
 pytestmark = pytest.mark.skipif(not has_numba(), reason="numba is not installed")
 
@@ -93,7 +91,10 @@ def test_late_code_has_the_same_results_and_is_assembled_once(tmp_path: Path) ->
 
 
 def test_inner_functions_without_reference_counts_cannot_create_arrays() -> None:
-    errors: Any = numba.core.errors
+    configure_numba()
+    from numba.core.errors import NumbaError
+
+    from penstock.kernels.cpu_common.late_codegen import inner
 
     @inner()
     def create(count: int) -> Any:
@@ -105,5 +106,5 @@ def test_inner_functions_without_reference_counts_cannot_create_arrays() -> None
 
     calls: tuple[Any, ...] = ((create, 3), (cut, np.empty(3)))
     for function, given in calls:
-        with pytest.raises(errors.NumbaError, match="Only accept returning of array passed into"):
+        with pytest.raises(NumbaError, match="Only accept returning of array passed into"):
             function(given)
