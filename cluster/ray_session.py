@@ -41,6 +41,12 @@ SECONDS_TO_EXIT = 5.0
 SECONDS_TO_START = 180.0
 """Longest time that a raylet may take to register its node."""
 SECONDS_BETWEEN_CALLS = 0.1
+MAX_LOG_LINE = 300  # longest part of a log line that an error shows
+MAX_STARTS = 3
+"""Number of attempts to start a local Ray. A process of Ray may find that another process has just
+taken the port that it has chosen, and end."""
+
+log = logging.getLogger(__name__)
 
 _get_node = ray_services.get_node
 
@@ -49,9 +55,15 @@ _LOCAL_SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # Keep CUDA_VISIBLE_DEVICES in actors that request no GPU.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # How long one query for a node waits. Between queries, check whether Ray's processes run.
+    "RAY_raylet_start_wait_time_s": "2",
     "RAY_worker_niceness": "0",  # without this, Ray lowers the priority of its actors
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # listen only on 127.0.0.1
 }
+
+
+class ProcessEnded(OSError):
+    """The GCS server or the raylet has ended during the start."""
 
 
 class RayFailed(RuntimeError):
@@ -117,10 +129,6 @@ class RaySession:
         return all(map(is_alive, self._vital))
 
     def _start_local(self) -> None:
-        parent = tempfile.gettempdir()
-        if len(parent) > LONGEST_TEMP:
-            parent = "/tmp"
-        self._folder = Path(tempfile.mkdtemp(prefix="penstock-", dir=parent))
         # Without a token, Ray would generate one and write it to a file in the home folder.
         os.environ.update(_LOCAL_SETTINGS, RAY_AUTH_TOKEN=secrets.token_hex(32))
         # Ray read RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER at import, so set its constant as well.
@@ -130,12 +138,28 @@ class RaySession:
             setattr(ray_node.Node, name, _start_nothing)
         ray_services.get_node = self._wait_for_node
         try:
-            self._init_local(self._folder)
+            self._start_repeatedly()
         finally:
             ray_services.get_node = _get_node
         self._vital = [
             each for each in self._descendants.alive() if _process_name(each) in VITAL_PROCESSES
         ]
+
+    def _start_repeatedly(self) -> None:
+        """Start Ray, up to MAX_STARTS times as long as a process of Ray ends during the start."""
+        parent = tempfile.gettempdir()
+        if len(parent) > LONGEST_TEMP:
+            parent = "/tmp"
+        for starts_left in reversed(range(MAX_STARTS)):
+            self._folder = Path(tempfile.mkdtemp(prefix="penstock-", dir=parent))
+            try:
+                return self._init_local(self._folder)
+            except ProcessEnded as error:
+                if not starts_left:
+                    raise
+                log.warning("Ray: %s; starting Ray again", error)
+                self.stop()
+                self._descendants = DescendantTracker()
 
     def _init_local(self, folder: Path) -> None:
         ray.init(
@@ -166,7 +190,7 @@ class RaySession:
         too short on a busy machine.
 
         Raises:
-            OSError: the raylet or the GCS server has ended.
+            ProcessEnded: the raylet or the GCS server has ended.
             RuntimeError: the node is not registered after `SECONDS_TO_START`.
         """
         deadline = time.monotonic() + SECONDS_TO_START
@@ -177,10 +201,19 @@ class RaySession:
                 alive = {_process_name(each) for each in self._descendants.alive()}
                 for name in VITAL_PROCESSES:
                     if name not in alive:
-                        raise OSError(f"{name} ended during its start") from error
+                        reason = f": {last}" if (last := self._last_log_line(name)) else ""
+                        raise ProcessEnded(f"{name} ended during its start{reason}") from error
                 if time.monotonic() >= deadline:
                     raise
             time.sleep(SECONDS_BETWEEN_CALLS)
+
+    def _last_log_line(self, name: str) -> str:
+        """Return the last record in the log of a process of Ray, or "" if there is none."""
+        assert self._folder is not None
+        logs = sorted(self._folder.glob(f"ray/session_2*/logs/{name}.*"), key=_modified)
+        lines = [line for each in logs for line in each.read_text(errors="replace").splitlines()]
+        records = [line for line in lines if line.startswith("[")]  # not lines of a stack trace
+        return records[-1][:MAX_LOG_LINE] if records else ""
 
     def stop(self) -> None:
         """Shut Ray down, kill all local processes of Ray, and delete Ray's files."""
@@ -201,6 +234,10 @@ class RaySession:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             remove_unused_marks(marks_path())
+
+
+def _modified(path: Path) -> float:
+    return path.stat().st_mtime
 
 
 def _process_name(process: psutil.Process) -> str:

@@ -1,12 +1,14 @@
 """Start of a local Ray: waits for a slow raylet, and every failure is an error of one line."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import psutil
 import pytest
+import ray
 
 from penstock.cluster import ray_session
-from penstock.cluster.ray_session import RayFailed, RaySession
+from penstock.cluster.ray_session import ProcessEnded, RayFailed, RaySession
 
 
 @dataclass
@@ -27,6 +29,12 @@ class Children:
 
     def alive(self) -> list[Process]:
         return [Process(name) for name in self.names]
+
+    def wait(self, seconds: float) -> None:
+        pass
+
+    def kill(self, seconds: float) -> None:
+        pass
 
 
 @pytest.fixture
@@ -60,14 +68,23 @@ def test_slow_raylet_is_awaited(children: Children, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("name", ["raylet", "gcs_server"])
 def test_node_is_not_awaited_after_a_process_has_ended(
-    name: str, children: Children, monkeypatch: pytest.MonkeyPatch
+    name: str, children: Children, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     registry = Registry(1000)
     monkeypatch.setattr(ray_session, "_get_node", registry.get_node)
     children.names.remove(name)
-    with pytest.raises(OSError, match=f"{name} ended"):
-        RaySession(None)._wait_for_node("gcs", "n1")
+    session = RaySession(None)
+    session._folder = tmp_path
+    with pytest.raises(OSError, match=f"{name} ended during its start$"):
+        session._wait_for_node("gcs", "n1")
     assert registry.calls == 1
+    logs = tmp_path / "ray" / "session_2026-11-30" / "logs"
+    logs.mkdir(parents=True)
+    (logs / f"{name}.out").write_text("[10:00 I] started\n[10:01 C] port conflict\n    @ main()\n")
+    with pytest.raises(
+        OSError, match=rf"{name} ended during its start: \[10:01 C\] port conflict$"
+    ):
+        session._wait_for_node("gcs", "n1")
 
 
 def test_wait_for_a_raylet_is_bounded(children: Children, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,3 +106,33 @@ def test_any_failure_of_ray_is_an_error_of_one_line(
     with pytest.raises(RayFailed) as failure, RaySession(None):
         pass
     assert str(failure.value) == "Ray did not start: The current node timed out."
+
+
+@pytest.mark.parametrize("failures", [0, 2, 3])
+@pytest.mark.usefixtures("children")
+def test_ray_is_started_again_if_one_of_its_processes_ends(
+    failures: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    folders: list[Path] = []
+
+    def start(session: RaySession, folder: Path) -> None:
+        assert folder.is_dir()
+        folders.append(folder)
+        if len(folders) <= failures:
+            raise ProcessEnded("raylet ended during its start")
+
+    monkeypatch.setattr(RaySession, "_init_local", start)
+    session = RaySession(None)
+    try:
+        if failures < ray_session.MAX_STARTS:
+            session._start_repeatedly()
+        else:
+            with pytest.raises(ProcessEnded):
+                session._start_repeatedly()
+        again = [each.getMessage() for each in caplog.records if "again" in each.getMessage()]
+        assert len(again) == len(folders) - 1 == min(failures, ray_session.MAX_STARTS - 1)
+        assert [each.is_dir() for each in folders] == [False] * len(again) + [True]
+    finally:
+        session.abandon()
+    assert not folders[-1].exists()
