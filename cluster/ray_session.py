@@ -41,10 +41,10 @@ SECONDS_TO_EXIT = 5.0
 SECONDS_TO_START = 180.0
 """Longest time that a raylet may take to register its node."""
 SECONDS_BETWEEN_CALLS = 0.1
-MAX_LOG_LINE = 300  # longest part of a log line that an error shows
+MAX_LOG_RECORD = 300  # maximum number of characters of a log record in an error message
 MAX_STARTS = 3
-"""Number of attempts to start a local Ray. A process of Ray may find that another process has just
-taken the port that it has chosen, and end."""
+"""Maximum number of attempts to start a local Ray. A raylet has once ended during its start, for a
+reason that is not known."""
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,8 @@ _LOCAL_SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # Keep CUDA_VISIBLE_DEVICES in actors that request no GPU.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    # How long one query for a node waits. Between queries, check whether Ray's processes run.
+    # Longest time (s) that one call of `get_node` waits for a node. Between these calls, Penstock
+    # checks whether Ray's processes are still running.
     "RAY_raylet_start_wait_time_s": "2",
     "RAY_worker_niceness": "0",  # without this, Ray lowers the priority of its actors
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # listen only on 127.0.0.1
@@ -201,19 +202,19 @@ class RaySession:
                 alive = {_process_name(each) for each in self._descendants.alive()}
                 for name in VITAL_PROCESSES:
                     if name not in alive:
-                        reason = f": {last}" if (last := self._last_log_line(name)) else ""
+                        reason = f": {last}" if (last := self._last_log_record(name)) else ""
                         raise ProcessEnded(f"{name} ended during its start{reason}") from error
                 if time.monotonic() >= deadline:
                     raise
             time.sleep(SECONDS_BETWEEN_CALLS)
 
-    def _last_log_line(self, name: str) -> str:
-        """Return the last record in the log of a process of Ray, or "" if there is none."""
+    def _last_log_record(self, name: str) -> str:
+        """Return the last record in the log files of a Ray process, or "" if there is none."""
         assert self._folder is not None
         logs = sorted(self._folder.glob(f"ray/session_2*/logs/{name}.*"), key=_modified)
         lines = [line for each in logs for line in each.read_text(errors="replace").splitlines()]
         records = [line for line in lines if line.startswith("[")]  # not lines of a stack trace
-        return records[-1][:MAX_LOG_LINE] if records else ""
+        return records[-1][:MAX_LOG_RECORD] if records else ""
 
     def stop(self) -> None:
         """Shut Ray down, kill all local processes of Ray, and delete Ray's files."""

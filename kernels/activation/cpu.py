@@ -34,7 +34,7 @@ def _gated(x: Any, up: Any, u: Any) -> Any:
 
 @inner()
 def gate_columns(x: Floats, up: Floats, out: Floats, is_gelu: bool) -> None:
-    """Compute out = x / (1 + e^-u) * up.
+    """Write the gated activation x / (1 + e^-u) * up to `out`.
 
     For silu, u = x. For gelu, u = 2 sqrt(2 / pi) (x + 0.044715 x^3).
     """

@@ -52,10 +52,8 @@ def silu_and_mul_reference(gate_up: Tensor) -> Tensor:
 
 def silu_and_mul_batch_invariant(gate_up: Tensor) -> Tensor:
     """Compute SwiGLU so that the result for an element does not depend on the element's index."""
-    if use_triton(gate_up):
-        return _gated(gate_up, "silu")
-    if _runs_on_cpu_kernel(gate_up):
-        return _gate_cpu(gate_up, is_gelu=False)
+    if use_triton(gate_up) or _runs_on_cpu_kernel(gate_up):
+        return silu_and_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     below = torch.neg(gate).exp_().add_(1)
     return torch.div(gate, below, out=below).mul_(up)

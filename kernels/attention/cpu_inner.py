@@ -101,7 +101,7 @@ def _partial_scores(
     q: Floats, q_at: int, head_dim: int, rows: Floats, k0: int, k1: int, k2: int, k3: int,
     spare: Floats,
 ) -> Any:  # fmt: skip
-    """Return four vectors: the eight partial sums of a query row's score of each of four keys."""
+    """Return the partial sums of a query row's scores of four keys: eight sums for each key."""
     a = b = c = d = splat8(_f32(0))
     whole = head_dim - head_dim % 8
     for i in range(0, whole, 8):

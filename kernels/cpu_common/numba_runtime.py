@@ -59,7 +59,7 @@ def configure_numba() -> None:
     # torch uses OpenMP, too. If numba also uses OpenMP, torch and numba share one thread pool.
     settings.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
     if has_avx512() and settings.CPU_FEATURES is None:
-        # By default, LLVM uses vectors of 256 bits on many CPUs with AVX-512.
+        # On many CPUs with AVX-512, LLVM uses only vectors of 256 bits by default.
         settings.CPU_FEATURES = f"{host.get_host_cpu_features()},-prefer-256-bit"
     late_codegen.install()
 

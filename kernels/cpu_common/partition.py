@@ -19,7 +19,7 @@ def _views(kind: Any) -> Any:
 
     @simd_intrinsic
     def view(typing, address, count):
-        """Return an array view of the `count` values at `address`. It owns no memory."""
+        """Return an array view of the `count` values at `address`, without a reference count."""
 
         def code(context, builder, signature, arguments):
             array = context.make_array(signature.return_type)(context, builder)

@@ -55,7 +55,7 @@ _ROWS_AT_ONCE = 4 * _SUM_TILES * ROWS
 
 @inner()
 def _configure_tiles(height: int, for_rows: int, shapes: npt.NDArray[np.uint8]) -> None:
-    """Configure the tiles: those of x and of sums have `height` rows, those of weights 16 rows.
+    """Configure the tile registers: tiles of x and sums have `height` rows, tiles of weights 16.
 
     `shapes` is a scratch array of 64 bytes.
     """
@@ -290,7 +290,7 @@ def compute_columns(
     a_size = -(-min(num_rows, _ROWS_AT_ONCE) // block) * block * long * NUM_SPLITS // 2
     b_size, shapes = 2 * _SUM_TILES * _SPLIT, np.empty(64, np.uint8)
     scratch = np.empty(a_size + b_size + (_SUM_TILES + 1) * TILE + 16, np.float32)
-    scratch = scratch[-(scratch.ctypes.data // 4) % 16 :]  # aligned to a cache line
+    scratch = scratch[-(scratch.ctypes.data // 4) % 16 :]  # starts at a cache line
     a, b, sums = scratch[:a_size], scratch[a_size:][:b_size], scratch[a_size + b_size :]
     sums[_SUM_TILES * TILE :] = 0
     floor = 0

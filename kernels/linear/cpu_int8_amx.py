@@ -57,7 +57,7 @@ _multiply_flat, _multiply_square = multiply_int8(1, 4), multiply_int8(2, 2)
 
 @inner()
 def _configure_tiles(num_rows: int, shapes: Bytes) -> None:
-    """Configure the tiles for `num_rows` rows (at most 32) without padding rows.
+    """Configure the tile registers for exactly `num_rows` rows of x, at most 32.
 
     `shapes` is a scratch array of 64 bytes.
     """

@@ -101,7 +101,7 @@ def _attend(
     op: Longs, scale: float, cap: float, arena: Floats, cache: Any, slots: Longs, contexts: Longs,
     tables: Any, me: int, count: int,
 ) -> None:  # fmt: skip
-    """Execute opcode ATTEND, see `operations.Attend`, with a new scratch array for this thread."""
+    """Allocate this thread's scratch array, and execute opcode ATTEND (`operations.Attend`)."""
     longest = 0
     for context in contexts:
         longest = max(longest, context)
@@ -119,10 +119,10 @@ def _attend_pieces(
     op: Longs, scale: float, cap: float, arena: Floats, cache: Any, slots: Longs, contexts: Longs,
     tables: Any, span: int, scratch: Floats, me: int, count: int,
 ) -> None:  # fmt: skip
-    """Execute this thread's part of opcode ATTEND.
+    """Compute attention for this thread's pairs of a token and a KV head.
 
-    The pairs of a token and a KV head are assigned to the threads in turn. `span` is the longest
-    context, rounded up to a multiple of 8.
+    The pairs are assigned to the threads in turn. `span` is the length of the longest context,
+    rounded up to a multiple of 8. `scratch` is an array that only this thread uses.
     """
     num_heads, num_kv_heads, head_dim = op[NUM_HEADS], op[NUM_KV_HEADS], op[HEAD_DIM]
     block_size, values_at, window = op[BLOCK_SIZE], op[VALUES_START], op[WINDOW]

@@ -28,7 +28,7 @@ def _freed_arrays() -> Iterator[None]:
     if not has_numba():
         yield
         return
-    configure_numba()  # settings have no effect after the first compilation
+    configure_numba()  # numba reads its settings only before it first compiles
     runtime: Any = importlib.import_module("numba.core.runtime._nrt_python")
     runtime.memsys_enable_stats()
     before = runtime.memsys_get_stats_alloc() - runtime.memsys_get_stats_free()

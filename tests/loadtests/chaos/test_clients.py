@@ -8,9 +8,9 @@ from penstock.loadtests.chaos.clients import RECONNECT_SECONDS, router_was_down
 @pytest.mark.parametrize(
     ("began", "expected"),
     [
-        (5.0, True),  # the router was killed later
-        (10.5, True),
-        (100.0, True),  # the next router needed a long time to start
+        (5.0, True),  # the router is killed at 10.0, during the call
+        (10.5, True),  # no router is running
+        (100.0, True),  # the next router is ready at 120.0
         (120.0 + RECONNECT_SECONDS - 0.1, True),
         (120.0 + RECONNECT_SECONDS + 0.1, False),
     ],
