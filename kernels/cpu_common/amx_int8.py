@@ -55,3 +55,33 @@ def multiply_int8(num_rows: int, num_columns: int):
         return types.void(qvalues, types.intp, types.intp, weights, types.intp), code
 
     return step
+
+
+@simd_intrinsic
+def multiply_tiles_int8(typing, rows, rows_at, weights, left, right):
+    """Add the products of two row tiles and two column tiles to the accumulators 0 to 3.
+
+    The row tiles are contiguous and begin at `rows[rows_at]`. The column tiles begin at
+    `weights[left]` and `weights[right]`. Accumulator 2 r + c has the product of row tile r and
+    column tile c. Row tiles are loaded with a hint that they are not used again soon, so that the
+    column tiles stay in the L1 cache.
+    """
+
+    def code(context, builder, signature, arguments):
+        _, rows_at, _, left, right = arguments
+        row_bytes = ir.Constant(_NUMBER, TILE_K)
+
+        def load(name, register, array, *offsets):
+            pointer = bytes_at(context, builder, signature, arguments, array, list(offsets))
+            call(builder, name, _register(register), pointer, row_bytes)
+
+        load("llvm.x86.tileloaddt164", 4, 0, rows_at)
+        load("llvm.x86.tileloaddt164", 5, 0, rows_at, ir.Constant(_NUMBER, TILE))
+        for column, begin in enumerate((left, right)):
+            load("llvm.x86.tileloadd64", 6 + column, 2, begin)
+            for row in range(2):
+                operands = (_register(each) for each in (2 * row + column, 4 + row, 6 + column))
+                call(builder, "llvm.x86.tdpbusd", *operands)
+        return context.get_dummy_value()
+
+    return types.void(rows, types.intp, weights, types.intp, types.intp), code

@@ -56,7 +56,7 @@ _multiply_flat, _multiply_square = multiply_int8(1, 4), multiply_int8(2, 2)
 
 
 @inner()
-def _configure_tiles(num_rows: int, shapes: Bytes) -> None:
+def configure_tiles(num_rows: int, shapes: Bytes) -> None:
     """Configure the tile registers for exactly `num_rows` rows of x, at most 32.
 
     `shapes` is a scratch array of 64 bytes.
@@ -152,10 +152,11 @@ def compute_columns(
     scales: Floats, bias: Floats, y: Floats, width: int, first: int, last: int,
 ) -> None:  # fmt: skip
     """Compute column blocks [first, last) of y [num_rows, width]."""
-    sums, shapes = np.empty(BLOCK_ROWS * BLOCK_COLUMNS, np.int32), np.empty(64, np.uint8)
+    sums, shapes = np.empty(BLOCK_ROWS * BLOCK_COLUMNS + 16, np.int32), np.empty(64, np.uint8)
+    sums = sums[-sums.ctypes.data % 64 // 4 :]  # begins at a cache line
     whole = num_rows // BLOCK_ROWS * BLOCK_ROWS
     if whole:
-        _configure_tiles(BLOCK_ROWS, shapes)
+        configure_tiles(BLOCK_ROWS, shapes)
         for block in range(first, last):
             for half in range(2):
                 for r in range(0, whole, BLOCK_ROWS):
@@ -165,7 +166,7 @@ def compute_columns(
                     )  # fmt: skip
     rest = num_rows - whole
     if rest:
-        _configure_tiles(rest, shapes)
+        configure_tiles(rest, shapes)
         own, at, y_at = factors[whole:], whole * num_inputs, whole * width
         for block in range(first, last):
             if rest <= ROWS:
@@ -213,24 +214,10 @@ def _parallel(
     qvalues: Bytes, num_rows: int, num_inputs: int, weights: Bytes, shifts: Sums, factors: Floats,
     scales: Floats, bias: Floats, y: Floats, num_blocks: int, num_threads: int,
 ) -> None:  # fmt: skip
-    """Compute y with several threads, each for a range of columns or (for many rows) of rows.
-
-    If the rows are divided, each thread mostly reads rows that it has quantized itself.
-    """
-    floors = num_rows // BLOCK_ROWS
+    """Compute y with several threads, each for a range of columns."""
     for thread in numba.prange(num_threads):
         first, last = num_blocks * thread // num_threads, num_blocks * (thread + 1) // num_threads
-        if floors >= 4 * num_threads:
-            begin = floors * thread // num_threads * BLOCK_ROWS
-            end = floors * (thread + 1) // num_threads * BLOCK_ROWS
-            if thread == num_threads - 1:
-                end = num_rows
-            compute_columns(
-                qvalues[begin * num_inputs :], end - begin, num_inputs, weights, shifts,
-                factors[begin:], scales, bias, y[begin * num_blocks * BLOCK_COLUMNS :],
-                num_blocks * BLOCK_COLUMNS, 0, num_blocks,
-            )  # fmt: skip
-        elif first < last:
+        if first < last:
             compute_columns(
                 qvalues, num_rows, num_inputs, weights, shifts, factors, scales, bias, y,
                 num_blocks * BLOCK_COLUMNS, first, last,

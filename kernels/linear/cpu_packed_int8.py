@@ -12,7 +12,7 @@ give bitwise identical results.
 
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,7 @@ from torch import Tensor
 from penstock.kernels.cpu_common.cpu_features import has_byte_products
 from penstock.kernels.cpu_common.numba_runtime import configure_numba, has_numba
 from penstock.kernels.linear.cpu_packed_f32 import MIN_PARALLEL_MACS, has_amx
+from penstock.kernels.linear.gate_kinds import NO_GATE, SILU, TANH_GELU
 from penstock.kernels.linear.quantize_rows import ZERO_POINT, quantize_per_token
 
 Floats = npt.NDArray[np.float32]
@@ -30,6 +31,12 @@ _TILE_K, _BLOCK_COLUMNS = (
     64,
     64,
 )  # inputs per tile and output columns per block; equal to those of `linear/cpu_int8_amx`
+
+_BLOCK_ROWS = 32
+"""Rows are computed in blocks of this size; equal to the constant of `linear/cpu_int8_amx`."""
+
+_ROWS_PER_THREAD = 4 * _BLOCK_ROWS
+"""Rows are divided among threads if each thread gets at least this many."""
 
 
 def supports_int8_tiles(weight: Tensor) -> bool:
@@ -56,21 +63,71 @@ class PackedLinearInt8:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return x Wᵀ + b [T, N]. Raise ValueError if x is not [T, K] float32."""
-        num_rows, num_inputs = len(x), self.num_inputs
-        if x.dim() != 2 or x.shape[1] != num_inputs or x.dtype != torch.float32:
-            found = f"shape {list(x.shape)} and dtype {x.dtype}"
-            raise ValueError(f"x has {found}: expected [T, {num_inputs}] float32")
+        self._check(x)
+        num_rows, num_inputs, width = len(x), self.num_inputs, len(self.scales)
+        if self._divides_rows(num_rows):
+            y = self._compute_rows(x, NO_GATE)
+            return y[:, : self.num_outputs].contiguous()
         qvalues, factors = quantize_per_token(x, self.input_limit)
-        y = torch.empty(num_rows, len(self.scales))
-        _kernels().run(
+        y = torch.empty(num_rows, width)
+        _kernels().columns.run(
             qvalues.view(-1).numpy(), num_rows, num_inputs, self.tiles, self.shifts,
             factors.view(-1).numpy(), self.scales, self.bias, y.view(-1).numpy(),
-            len(self.scales) // _BLOCK_COLUMNS,
+            width // _BLOCK_COLUMNS,
             num_threads=(
                 1 if num_rows * self.tiles.size < MIN_PARALLEL_MACS else torch.get_num_threads()
             ),
         )  # fmt: skip
         return y[:, : self.num_outputs].contiguous()
+
+    def fuses_gate(self, num_rows: int) -> bool:
+        """Return whether `gated` supports this layer and this number of rows.
+
+        The result of `gated` has the same bits as a separate activation by the compiled loops of
+        `activation/cpu`.
+        """
+        return self.num_outputs % _BLOCK_COLUMNS == 0 and self._divides_rows(num_rows)
+
+    def gated(self, x: Tensor, gate: int) -> Tensor:
+        """Return the gated activation of x Wᵀ + b [T, N / 2]; the first N / 2 outputs are gates.
+
+        Args:
+            x: [T, K] float32; `fuses_gate(T)` must be true.
+            gate: SILU or TANH_GELU, see `gate_kinds`.
+
+        Raises:
+            ValueError: x has another shape or dtype, or the gate is not supported.
+        """
+        self._check(x)
+        if gate not in (SILU, TANH_GELU) or not self.fuses_gate(len(x)):
+            raise ValueError(
+                f"a layer with {self.num_outputs} outputs does not support gate {gate} for "
+                f"{len(x)} rows"
+            )
+        return self._compute_rows(x, gate)
+
+    def _check(self, x: Tensor) -> None:
+        if x.dim() != 2 or x.shape[1] != self.num_inputs or x.dtype != torch.float32:
+            found = f"shape {list(x.shape)} and dtype {x.dtype}"
+            raise ValueError(f"x has {found}: expected [T, {self.num_inputs}] float32")
+
+    def _divides_rows(self, num_rows: int) -> bool:
+        """Return whether the rows of a product are divided among threads, not the columns."""
+        enough = _ROWS_PER_THREAD * torch.get_num_threads()
+        return _kernels().rows is not None and num_rows >= enough
+
+    def _compute_rows(self, x: Tensor, gate: int) -> Tensor:
+        """Return y with all padded columns, or the gated activation; each thread has its rows."""
+        width = len(self.scales) if gate == NO_GATE else len(self.scales) // 2
+        num_blocks = -(-len(x) // _BLOCK_ROWS)
+        tiles = torch.empty(num_blocks * _BLOCK_ROWS * self.num_inputs, dtype=torch.uint8)
+        y, factors = torch.empty(len(x), width), torch.empty(len(x))
+        _kernels().rows.run(
+            x.contiguous().view(-1).numpy(), self.num_inputs, self.input_limit, tiles.numpy(),
+            factors.numpy(), self.tiles, self.shifts, self.scales, self.bias, gate,
+            y.view(-1).numpy(), num_threads=torch.get_num_threads(),
+        )  # fmt: skip
+        return y
 
 
 def pack_int8_tiles(
@@ -98,12 +155,25 @@ def pack_int8_tiles(
 
 def load_cpu_kernels() -> None:
     """Load the compiled loops, compiling them if they are not in the cache on disk."""
-    _kernels().load()
+    for loops in _kernels():
+        if loops is not None:
+            loops.load()
+
+
+class _Kernels(NamedTuple):
+    """Modules of compiled loops."""
+
+    columns: Any  # each thread computes some columns of the output
+    rows: Any  # each thread computes some rows of the output; None: this CPU has no such loops
 
 
 @cache
-def _kernels() -> Any:
+def _kernels() -> _Kernels:
     configure_numba()
-    from penstock.kernels.linear import cpu_int8_amx, cpu_int8_simd
+    from penstock.kernels.linear import cpu_int8_simd
 
-    return cpu_int8_amx if has_amx() else cpu_int8_simd
+    if not has_amx():
+        return _Kernels(cpu_int8_simd, None)
+    from penstock.kernels.linear import cpu_int8_amx, cpu_int8_amx_rows
+
+    return _Kernels(cpu_int8_amx, cpu_int8_amx_rows)

@@ -1,15 +1,57 @@
 """CPU loops of `quantize_rows`, compiled by numba."""
 
+# mypy: disable-error-code="no-untyped-call"
+
+from typing import Any
+
 import numba
 import numpy as np
 import numpy.typing as npt
 
 from penstock.kernels.cpu_common.late_codegen import inner
 from penstock.kernels.cpu_common.numba_runtime import entry, load_entries, run_serial_or_parallel
+from penstock.kernels.cpu_common.simd import bits_of_float, float_of_bits
 
 Floats = npt.NDArray[np.float32]
 
-_QMAX, _ZERO_POINT, _MIN_SCALE = np.float32(127), np.int32(128), np.float32(1e-30)
+_QMAX, _MIN_SCALE = np.float32(127), np.float32(1e-30)
+
+_ROUNDING = np.float32(1.5 * 2**23 + 128)
+"""Adding this number rounds a small float to the nearest integer, ties to even. The lower 8 bits of
+the sum are then this integer plus the zero point 128."""
+
+
+@inner()
+def row_scale(row: Floats, limit: float) -> Any:
+    """Return the factor by which a row's inputs are multiplied, their bound, and the row's scale.
+
+    Args:
+        row: the inputs.
+        limit: largest magnitude with a static scale; 0: the largest magnitude of the row.
+    """
+    # Absolute values are compared as integers. Their bits have the same order as the floats, and
+    # the bits of NaN are the largest.
+    bits, most = row.view(np.int32), np.int32(0)
+    for i in range(len(bits)):
+        most = max(most, bits[i] & np.int32(0x7FFFFFFF))
+    largest, bound = float_of_bits(np.int64(most)), np.float32(np.inf)
+    if largest < _MIN_SCALE:
+        largest = _MIN_SCALE
+    if limit > 0 and largest < np.inf:  # a scale of NaN or Inf propagates the error
+        largest = bound = np.float32(limit)
+    return _QMAX / largest, bound, largest / _QMAX
+
+
+@inner()
+def quantize_values(values: Floats, out: npt.NDArray[np.uint8], step: float, bound: float) -> None:
+    """Write the quantized values of a row, or of a part of it, to `out`; see `row_scale`."""
+    if bound < np.inf:
+        for i in range(len(values)):
+            clipped = min(max(values[i], -bound), bound)
+            out[i] = np.uint8(bits_of_float(clipped * step + _ROUNDING))
+    else:
+        for i in range(len(values)):
+            out[i] = np.uint8(bits_of_float(values[i] * step + _ROUNDING))
 
 
 @inner()
@@ -18,32 +60,11 @@ def quantize_rows(
 ) -> None:
     """Quantize rows [first, last) of x [T, K] into `qvalues` [T, K] and scales `factors` [T].
 
-    Args:
-        limit: largest magnitude with a static scale; 0: the largest magnitude of each row.
+    For `limit` see `row_scale`.
     """
-    magnitudes = factors.view(np.int32)
     for t in range(first, last):
-        row, out = x[t], qvalues[t]
-        # Absolute values are compared as integers. Their bits have the same order as the floats,
-        # and the bits of NaN are the largest.
-        bits, most = row.view(np.int32), np.int32(0)
-        for i in range(len(bits)):
-            most = max(most, bits[i] & np.int32(0x7FFFFFFF))
-        magnitudes[t] = most
-        largest = factors[t]
-        if largest < _MIN_SCALE:
-            largest = _MIN_SCALE
-        if limit > 0 and largest < np.inf:  # a scale of NaN or Inf propagates the error
-            largest = np.float32(limit)
-            step = _QMAX / largest
-            for i in range(len(row)):
-                clipped = min(max(row[i], -largest), largest)
-                out[i] = np.uint8(np.int32(np.rint(clipped * step)) + _ZERO_POINT)
-        else:
-            step = _QMAX / largest
-            for i in range(len(row)):
-                out[i] = np.uint8(np.int32(np.rint(row[i] * step)) + _ZERO_POINT)
-        factors[t] = largest / _QMAX
+        step, bound, factors[t] = row_scale(x[t], limit)
+        quantize_values(x[t], qvalues[t], step, bound)
 
 
 @entry("void(float32[:,::1], uint8[:,::1], float32[::1], float32)")

@@ -10,6 +10,8 @@ from penstock.kernels.activation.op import (
     silu_and_mul,
     silu_and_mul_batch_invariant,
 )
+from penstock.kernels.linear.cpu_packed_int8 import PackedLinearInt8
+from penstock.kernels.linear.gate_kinds import SILU, TANH_GELU
 from penstock.kernels.step_graph.builder import GraphBuilder, UnsupportedGraph
 from penstock.kernels.step_graph.layout import Buffer
 from penstock.workers.layers.linear import Linear, RowParallelLinear
@@ -21,6 +23,13 @@ STEP_GRAPH_GATES: dict[Callable[[Tensor], Tensor], str] = {
 }
 """Gated activations that CPU step graphs support."""
 
+FUSED_GATES: dict[Callable[[Tensor], Tensor], int] = {
+    silu_and_mul: SILU,
+    silu_and_mul_batch_invariant: SILU,
+    gelu_tanh_and_mul: TANH_GELU,
+}
+"""Gated activations that a linear layer can compute with its product, see `PackedLinearInt8`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Mlp:
@@ -31,7 +40,13 @@ class Mlp:
     activation: Callable[[Tensor], Tensor]
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.down(self.activation(self.gate_up(x)))
+        return self.down(self._activated(x))
+
+    def _activated(self, x: Tensor) -> Tensor:
+        packed, gate = self.gate_up.packed, FUSED_GATES.get(self.activation)
+        if isinstance(packed, PackedLinearInt8) and gate is not None and packed.fuses_gate(len(x)):
+            return packed.gated(x, gate)
+        return self.activation(self.gate_up(x))
 
     def lower(self, graph: GraphBuilder, x: Buffer, out: Buffer) -> None:
         """Append `out = self(x)` to a CPU step graph."""

@@ -1,7 +1,6 @@
 """INT8 linears on AMX, VNNI and AVX2: exact sums for any shape, and batch-invariant."""
 
-from collections.abc import Iterator
-from types import ModuleType
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -9,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.kernels.activation.op import gelu_tanh_and_mul, silu_and_mul
 from penstock.kernels.cpu_common.cpu_features import has_amx
 from penstock.kernels.linear import cpu_packed_int8 as levels
 from penstock.kernels.linear.cpu_packed_int8 import (
@@ -17,26 +17,30 @@ from penstock.kernels.linear.cpu_packed_int8 import (
     pack_int8_tiles,
     supports_int8_tiles,
 )
-from penstock.kernels.linear.op import int8_linear_reference, pack_int8
+from penstock.kernels.linear.gate_kinds import NO_GATE, SILU, TANH_GELU
+from penstock.kernels.linear.op import int8_linear_reference, pack_int8, pack_int8_matrix
 from penstock.kernels.linear.quantize_rows import ZERO_POINT, quantize_per_token
+from penstock.kernels.linear.quantize_weights import quantize_weight
 from tests.support.threads import threads
 
 pytestmark = pytest.mark.skipif(not has_int8_loops(), reason="needs AVX2 or VNNI")
 
 # These numbers repeat constants of `linear/cpu_int8_amx`, which can be imported only with numba.
 TILE_K, BLOCK_COLUMNS, BLOCK_ROWS = 64, 64, 32
-ROWS = (0, 1, 2, 3, 4, 5, 6, 7, 15, 16, 17, 31, 32, 33, 48, 49, 64, 65, 200)
+ROWS = (0, 1, 2, 3, 4, 5, 6, 7, 15, 16, 17, 31, 32, 33, 48, 49, 64, 65, 200, 257)
 
 
 @pytest.fixture(params=["AMX", "SIMD"], autouse=True, scope="module")
-def loops(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
+def loops(request: pytest.FixtureRequest) -> Iterator[levels._Kernels]:
     """Use the AMX loops, or those for VNNI and AVX2, even if the CPU supports both."""
     if request.param == "AMX" and not has_amx():
         pytest.skip("needs AMX")
     levels._kernels()  # configures numba, which must happen before the import
-    from penstock.kernels.linear import cpu_int8_amx, cpu_int8_simd
+    from penstock.kernels.linear import cpu_int8_amx, cpu_int8_amx_rows, cpu_int8_simd
 
-    chosen: ModuleType = cpu_int8_amx if request.param == "AMX" else cpu_int8_simd
+    chosen = levels._Kernels(cpu_int8_simd, None)
+    if request.param == "AMX":
+        chosen = levels._Kernels(cpu_int8_amx, cpu_int8_amx_rows)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(levels, "_kernels", lambda: chosen)
         yield chosen
@@ -48,11 +52,9 @@ def test_constants_match_the_loops() -> None:
 
     loops: Any = cpu_int8_amx
     assert (int8_dot.TILE_K, 16 * int8_dot.TILES_ACROSS) == (TILE_K, BLOCK_COLUMNS)
-    assert (loops.TILE_K, loops.BLOCK_COLUMNS, loops.BLOCK_ROWS) == (
-        TILE_K,
-        BLOCK_COLUMNS,
-        BLOCK_ROWS,
-    )
+    constants = (TILE_K, BLOCK_COLUMNS, BLOCK_ROWS)
+    assert constants == (loops.TILE_K, loops.BLOCK_COLUMNS, loops.BLOCK_ROWS)
+    assert constants == (levels._TILE_K, levels._BLOCK_COLUMNS, levels._BLOCK_ROWS)
 
 
 def exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -105,10 +107,15 @@ def test_row_bits_do_not_depend_on_rows_or_threads(
     last = data.draw(st.integers(first + 1, rows))
     with threads(count), pytest.MonkeyPatch.context() as patch:
         patch.setattr(levels, "MIN_PARALLEL_MACS", 0)
+        patch.setattr(levels, "_ROWS_PER_THREAD", data.draw(st.sampled_from([1, 1000])))
         assert torch.equal(pack_int8(weight, None)(x[first:last]), whole[first:last])
 
 
-def test_rows_with_nan_or_inf_are_not_finite_and_do_not_affect_others() -> None:
+@pytest.mark.parametrize("divides_rows", [False, True])
+def test_rows_with_nan_or_inf_are_not_finite_and_do_not_affect_others(
+    divides_rows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(levels, "_ROWS_PER_THREAD", 1 if divides_rows else 1000)
     product = pack_int8(torch.randn(70, TILE_K), None)
     x = torch.randn(20, TILE_K)
     before = product(x)
@@ -120,9 +127,43 @@ def test_rows_with_nan_or_inf_are_not_finite_and_do_not_affect_others() -> None:
     assert torch.equal(found[rest], before[rest])
 
 
+@pytest.mark.parametrize(
+    ("gate", "activation"), [(SILU, silu_and_mul), (TANH_GELU, gelu_tanh_and_mul)]
+)
+@pytest.mark.parametrize("limit", [0.0, 3.0])
+def test_gated_equals_a_separate_activation(
+    gate: int, activation: Callable[[torch.Tensor], torch.Tensor], limit: float, loops: Any
+) -> None:
+    weight, bias = torch.randn(256, 3 * TILE_K), torch.randn(256)
+    product = pack_int8_matrix(quantize_weight(weight, "int8"), bias, limit)
+    assert isinstance(product, PackedLinearInt8)
+    with threads(2):
+        assert not product.fuses_gate(255)
+        assert product.fuses_gate(256) == (loops.rows is not None)
+        assert not pack_int8_rows(96).fuses_gate(1000)
+        for rows in (256, 271, 300, 513) if loops.rows else ():
+            x = torch.randn(rows, 3 * TILE_K) * torch.rand(rows, 1) * 9
+            found = product.gated(x, gate)
+            assert torch.equal(found, activation(product(x)))
+            one_by_one = torch.cat([product(row) for row in torch.split(x, 1)])
+            assert torch.equal(found, activation(one_by_one))
+
+
+def pack_int8_rows(num_outputs: int) -> PackedLinearInt8:
+    """Return a layer with random weights."""
+    product = pack_int8(torch.randn(num_outputs, TILE_K), None)
+    assert isinstance(product, PackedLinearInt8)
+    return product
+
+
 def test_invalid_inputs_are_refused() -> None:
-    product = pack_int8(torch.randn(70, TILE_K), None)
+    product = pack_int8_rows(70)
     for x in (torch.randn(2, TILE_K + 1), torch.randn(TILE_K), torch.randn(2, TILE_K).double()):
         with pytest.raises(ValueError, match=r"x has shape .*: expected \[T, 64\] float32"):
             product(x)
+        with pytest.raises(ValueError, match=r"x has shape .*: expected \[T, 64\] float32"):
+            product.gated(x, SILU)
+    for num_rows, num_outputs, gate in ((1, 128, SILU), (1000, 70, SILU), (1000, 128, NO_GATE)):
+        with pytest.raises(ValueError, match="does not support gate"):
+            pack_int8_rows(num_outputs).gated(torch.randn(num_rows, TILE_K), gate)
     assert not supports_int8_tiles(torch.randn(70, TILE_K + 8))
