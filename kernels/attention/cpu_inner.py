@@ -46,14 +46,14 @@ from penstock.kernels.cpu_common.simd import (
 
 Floats = npt.NDArray[np.float32]
 
-_FASTMATH = {"contract"}
+FASTMATH = {"contract"}
 """Fast-math flags: allow only fused multiply-adds, which LLVM forms the same way every time."""
 
 _f32 = np.float32
 
 
-@inner(fastmath=_FASTMATH)
-def _apply_score_mod(score: Any, cap: float, slope: Any, distance: int) -> Any:
+@inner(fastmath=FASTMATH)
+def apply_score_mod(score: Any, cap: float, slope: Any, distance: int) -> Any:
     """Return `score` after the soft cap (if `cap` > 0) and the ALiBi slope (if not 0).
 
     `distance` (<= 0) is the position of the key minus the position of the query.
@@ -65,8 +65,8 @@ def _apply_score_mod(score: Any, cap: float, slope: Any, distance: int) -> Any:
     return score
 
 
-@inner(fastmath=_FASTMATH)
-def _one_over(total: Any, most: float, sink: float) -> Any:
+@inner(fastmath=FASTMATH)
+def one_over(total: Any, most: float, sink: float) -> Any:
     """Return the factor 1 / (`total` + weight of the sink) that normalizes a row's softmax weights.
 
     `total` is the sum of the weights, and `most` is the largest score of the row. A `sink` of -inf
@@ -144,7 +144,7 @@ def qk_row(
         scores[at + whole], scores[at + s1], scores[at + s2] = hsum(a), hsum(b), hsum(c)
 
 
-@inner(fastmath=_FASTMATH)
+@inner(fastmath=FASTMATH)
 def softmax_row(
     scores: Floats, at: int, low: int, seen: int, cap: float, slope: float, sink: float,
     spare: Floats,
@@ -156,7 +156,7 @@ def softmax_row(
     """
     if cap > 0 or slope != 0:
         for s in range(low, seen):
-            scores[at + s] = _apply_score_mod(scores[at + s], cap, slope, s + 1 - seen)
+            scores[at + s] = apply_score_mod(scores[at + s], cap, slope, s + 1 - seen)
     first, last = low // 8 * 8, (seen + 7) // 8 * 8
     scores[at + first : at + low] = -np.inf
     scores[at + seen : at + last] = -np.inf
@@ -174,7 +174,7 @@ def softmax_row(
     total = splat8(_f32(0))
     for s in range(first, last, 8):
         total = vadd(total, load8(scores, at + s))
-    return _one_over(hsum(total), most, sink)
+    return one_over(hsum(total), most, sink)
 
 
 @inner()
@@ -271,7 +271,7 @@ def qk_rows(
             store(scores, s3 * height + r + VECTOR_WIDTH, d1)
 
 
-@inner(fastmath=_FASTMATH)
+@inner(fastmath=FASTMATH)
 def _mask(
     scores: Floats, height: int, group: int, tile: tuple[int, int, int], bounds: tuple[int, int],
     cap: float, slopes: Floats,
@@ -289,14 +289,14 @@ def _mask(
         if cap > 0 or slopes[r % group] != 0:
             for s in range(low, seen):
                 at = s * height + r
-                scores[at] = _apply_score_mod(scores[at], cap, slopes[r % group], s + 1 - seen)
+                scores[at] = apply_score_mod(scores[at], cap, slopes[r % group], s + 1 - seen)
         for s in range(bounds[0], low):
             scores[s * height + r] = -np.inf
         for s in range(seen, bounds[1]):
             scores[s * height + r] = -np.inf
 
 
-@inner(fastmath=_FASTMATH)
+@inner(fastmath=FASTMATH)
 def softmax_rows(
     scores: Floats, height: int, group: int, tile: tuple[int, int, int], cap: float,
     slopes: Floats, sinks: Floats, most: Floats, totals: Floats, ones: Floats,
@@ -326,7 +326,7 @@ def softmax_rows(
     for r in range(count * group):
         summed = totals[r] + totals[height + r]
         summed = (summed + totals[2 * height + r]) + totals[3 * height + r]
-        ones[r] = _one_over(summed, most[r], sinks[r % group])
+        ones[r] = one_over(summed, most[r], sinks[r % group])
 
 
 @inner()

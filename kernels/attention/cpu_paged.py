@@ -7,7 +7,8 @@ seconds, but only once per machine, because the compiled code is cached on disk.
 A tile is a range of consecutive query tokens of one sequence. A work item is a tile and a KV head;
 one thread computes each work item. A query row is one token and one query head of the work item.
 The order in which a token's sums are computed depends only on the token's position, not on the
-other tokens of the token's tile or batch (`attention/cpu_inner`).
+other tokens of the token's tile or batch (`attention/cpu_inner`). Over a bfloat16 cache, CPUs with
+AMX use other loops (`attention/cpu_amx`).
 """
 
 from functools import cache
@@ -17,6 +18,12 @@ import numba
 import numpy as np
 import numpy.typing as npt
 
+from penstock.kernels.attention.cpu_amx.attend import (
+    amx_scratch_size,
+    attend_with_amx,
+    count_starts,
+    release_amx,
+)
 from penstock.kernels.attention.cpu_inner import (
     pv_row,
     pv_rows,
@@ -285,7 +292,7 @@ def _paged_attention(
 ) -> None:
     """Compute attention for all tiles and write the results of their tokens to `out`.
 
-    The kernel reads only slots that some token of a tile attends to.
+    Slots to which no token attends may contain anything.
     """
     num_tiles, head_dim = len(tiles), query.shape[2]
     group = query.shape[1] // num_heads
@@ -299,6 +306,10 @@ def _paged_attention(
         most, ones = np.empty(height, np.float32), np.empty(height, np.float32)
         totals, spare = np.empty(8 * height, np.float32), np.zeros(8, np.float32)
         scratch = np.empty(block_size * head_dim, np.float32)
+        amx_size = amx_scratch_size(rows, most_rows * group, most_seen, head_dim)
+        amx_scratch = np.empty(amx_size + 16, np.float32)
+        starts, shapes = np.empty(count_starts(most_seen), np.int64), np.zeros(64, np.uint8)
+        amx_scratch = amx_scratch[-amx_scratch.ctypes.data % 64 // 4 :]
         # Round-robin balances the load, because neighbouring sequences often have similar lengths.
         for piece in range(thread, num_tiles * num_heads, num_threads):
             sequence, start, count, context = tiles[piece // num_heads]
@@ -306,15 +317,21 @@ def _paged_attention(
             own = slice(head * group, (head + 1) * group)
             tile = (count, context, window if window else context + count)
             kv_layout = (num_heads, head, block_size)
+            then = min(piece + num_threads, num_tiles * num_heads - 1)
+            other, _, next_count, next_context = tiles[then // num_heads]
+            next_tile = (next_count, next_context, window if window else 1 << 30)
+            next_layout = (num_heads, then % num_heads, block_size)
+            if attend_with_amx(
+                start, tile, kv_layout, query, rows, values_at, tables[sequence], scale, cap,
+                sinks[own], slopes[own], amx_scratch, starts, shapes, out, next_tile, next_layout,
+                tables[other],
+            ):  # fmt: skip
+                continue
             if count * group < VECTOR_WIDTH:
-                then = min(piece + num_threads, num_tiles * num_heads - 1)
-                other, _, next_count, next_context = tiles[then // num_heads]
-                next_tile = (next_count, next_context, window if window else 1 << 30)
                 attend_few_rows(
                     start, tile, kv_layout, query, rows, values_at, tables[sequence], scale, cap,
                     sinks[own], slopes[own], q, scores, sums, ones, spare, scratch, out,
-                    visible_blocks(next_tile, block_size), tables[other],
-                    (num_heads, then % num_heads, block_size),
+                    visible_blocks(next_tile, block_size), tables[other], next_layout,
                 )  # fmt: skip
             else:
                 attend_many_rows(
@@ -322,6 +339,7 @@ def _paged_attention(
                     sinks[own], slopes[own], q, scores, sums, most, totals, ones,
                     scratch, out,
                 )  # fmt: skip
+        release_amx(rows)
 
 
 @cache

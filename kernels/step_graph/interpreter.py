@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.kernels.activation.cpu import gate_columns
-from penstock.kernels.attention.cpu_paged import attend_few_rows, visible_blocks
 from penstock.kernels.cpu_common.late_codegen import inner
 from penstock.kernels.cpu_common.numba_runtime import compile_function, use_threads
 from penstock.kernels.cpu_common.partition import f32_array as _floats
@@ -24,17 +23,14 @@ from penstock.kernels.cpu_common.thread_barrier import (
     join,
     phase_done,
 )
-from penstock.kernels.kv_cache.cpu import rope_interleaved, rope_neox
-from penstock.kernels.kv_cache.cpu_store import store_kv
 from penstock.kernels.moe import cpu as expert_loops
 from penstock.kernels.norm.cpu import norm_row
 from penstock.kernels.step_graph import matmuls
+from penstock.kernels.step_graph.attention import attend
 from penstock.kernels.step_graph.opcodes import (
     ADD,
     ADDED,
-    ANGLES,
     ATTEND,
-    BLOCK_SIZE,
     CAP,
     CONTINUES,
     COUNT,
@@ -44,10 +40,6 @@ from penstock.kernels.step_graph.opcodes import (
     GATE_KIND,
     GEMV,
     GROUP_SIZE,
-    HEAD_DIM,
-    INTERLEAVED,
-    LAYER_SIZE,
-    LAYER_START,
     LIMIT,
     MATMUL_F32,
     MATMUL_INT4,
@@ -56,8 +48,6 @@ from penstock.kernels.step_graph.opcodes import (
     NEXT,
     NORM,
     NUM_GROUPS,
-    NUM_HEADS,
-    NUM_KV_HEADS,
     OPCODE,
     OUT,
     OUT_WIDTH,
@@ -65,15 +55,10 @@ from penstock.kernels.step_graph.opcodes import (
     PERMUTE_INDEX,
     QUANTIZE,
     QUANTIZE_BLOCKS,
-    ROTARY_DIM,
     SCALE,
-    SINKS,
-    SLOPES,
     TOPK_SOFTMAX,
     UNPERMUTE_SUM,
-    VALUES_START,
     WEIGHT,
-    WINDOW,
     X_WIDTH,
     Extensions,
     X,
@@ -94,84 +79,6 @@ def _norm(op: Longs, eps: float, arena: Floats, num_rows: int, me: int, count: i
         at = op[X] + t * op[X_WIDTH] + group * dim
         out_at = op[OUT] + t * op[OUT_WIDTH] + group * dim
         norm_row(arena, at, more, op[ADDED] + t * dim, weight, eps, arena, out_at, spare)
-
-
-@inner(allocates=True)
-def _attend(
-    op: Longs, scale: float, cap: float, arena: Floats, cache: Any, slots: Longs, contexts: Longs,
-    tables: Any, me: int, count: int,
-) -> None:  # fmt: skip
-    """Allocate this thread's scratch array, and execute opcode ATTEND (`operations.Attend`)."""
-    longest = 0
-    for context in contexts:
-        longest = max(longest, context)
-    span, head_dim = (longest + 7) // 8 * 8, op[HEAD_DIM]
-    row = span + (head_dim + 8) + head_dim + 1  # scores, query, sums and factor of a query row
-    block = op[BLOCK_SIZE] * head_dim
-    scratch = np.empty(op[NUM_HEADS] // op[NUM_KV_HEADS] * row + 8 + block, np.float32)
-    _attend_pieces(
-        op, scale, cap, arena, cache, slots, contexts, tables, span, scratch, me, count
-    )  # fmt: skip
-
-
-@inner()
-def _attend_pieces(
-    op: Longs, scale: float, cap: float, arena: Floats, cache: Any, slots: Longs, contexts: Longs,
-    tables: Any, span: int, scratch: Floats, me: int, count: int,
-) -> None:  # fmt: skip
-    """Compute attention for this thread's pairs of a token and a KV head.
-
-    The pairs are assigned to the threads in turn. `span` is the length of the longest context,
-    rounded up to a multiple of 8. `scratch` is an array that only this thread uses.
-    """
-    num_heads, num_kv_heads, head_dim = op[NUM_HEADS], op[NUM_KV_HEADS], op[HEAD_DIM]
-    block_size, values_at, window = op[BLOCK_SIZE], op[VALUES_START], op[WINDOW]
-    num_rows, group, all_heads = len(slots), num_heads // num_kv_heads, num_heads + 2 * num_kv_heads
-    query = arena[op[X] :][: num_rows * all_heads * head_dim].reshape(num_rows, all_heads, head_dim)
-    out = arena[op[OUT] :][: num_rows * num_heads * head_dim].reshape(num_rows, num_heads, head_dim)
-    rows = cache[op[LAYER_START] : op[LAYER_START] + op[LAYER_SIZE]]
-    sinks, slopes = _floats(op[SINKS], num_heads), _floats(op[SLOPES], num_heads)
-    scores, at = scratch[: group * span], group * span
-    q, at = scratch[at : at + group * (head_dim + 8)], at + group * (head_dim + 8)
-    sums, at = scratch[at : at + group * head_dim], at + group * head_dim
-    ones, at = scratch[at : at + group], at + group
-    spare, block = scratch[at : at + 8], scratch[at + 8 :]
-    spare[:] = 0
-    num_pieces = num_rows * num_kv_heads
-    for piece in range(me, num_pieces, count):
-        t, head = piece // num_kv_heads, piece % num_kv_heads
-        own = slice(head * group, (head + 1) * group)
-        _rotate(op, arena, query[t], t, head)
-        to = (slots[t] // block_size * num_kv_heads + head) * block_size + slots[t] % block_size
-        store_kv(query[t, num_heads + head], rows[:values_at], to, block_size)
-        store_kv(query[t, num_heads + num_kv_heads + head], rows[values_at:], to, block_size)
-        then = min(piece + count, num_pieces - 1)
-        other, next_context = then // num_kv_heads, contexts[then // num_kv_heads]
-        attend_few_rows(
-            t, (1, contexts[t], window if window else contexts[t] + 1),
-            (num_kv_heads, head, block_size), query, rows, values_at, tables[t], scale, cap,
-            sinks[own], slopes[own], q, scores, sums, ones, spare, block, out,
-            visible_blocks((1, next_context, window if window else 1 << 30), block_size),
-            tables[other],
-            (num_kv_heads, then % num_kv_heads, block_size),
-        )  # fmt: skip
-
-
-@inner()
-def _rotate(op: Longs, arena: Floats, heads: Any, t: int, head: int) -> None:
-    """Apply the rotary embedding to one KV head's queries and key of token `t`, in place."""
-    num_heads, num_kv_heads, rotary_dim = op[NUM_HEADS], op[NUM_KV_HEADS], op[ROTARY_DIM]
-    if op[ANGLES] < 0:
-        return
-    cosines = arena[op[ANGLES] + 2 * t * rotary_dim :][:rotary_dim]
-    sines = arena[op[ANGLES] + (2 * t + 1) * rotary_dim :][:rotary_dim]
-    group = num_heads // num_kv_heads
-    for number in range(group + 1):
-        one = heads[num_heads + head if number == group else head * group + number]
-        if op[INTERLEAVED]:
-            rope_interleaved(one, cosines, sines)
-        else:
-            rope_neox(one, cosines, sines)
 
 
 @inner()
@@ -221,7 +128,7 @@ def _compute(
     elif opcode == MATMUL_F32:
         matmuls.linear(op, arena, first, num_rows, (me + rotation) % count, count)
     elif opcode == ATTEND:
-        _attend(op, floats[SCALE], floats[CAP], arena, cache, slots, contexts, tables, me, count)
+        attend(op, floats[SCALE], floats[CAP], arena, cache, slots, contexts, tables, me, count)
     elif opcode == GATE:
         _gate(op, arena, first, num_rows, me, count)
     elif opcode == ADD:

@@ -16,6 +16,7 @@ from penstock.kernels.attention import torch_gather
 from penstock.kernels.attention.op import paged_attention, paged_attention_reference, plan_attention
 from penstock.kernels.attention.score_mod import PLAIN, ScoreMod
 from penstock.kernels.attention.torch_gather import GatheredPlan
+from penstock.kernels.cpu_common.cpu_features import has_amx
 from penstock.kernels.kv_cache.format import FORMATS, to_cache
 from tests.support.batches import Batch, make_batch, poison
 
@@ -210,22 +211,31 @@ def test_one_path_is_refused_for_unsupported_dtypes() -> None:
         plan_attention(*batch, torch.zeros(2, num_blocks, 1, 16, 8).half(), one_path=True)
 
 
-NARROW_LENGTHS = [(1, 1), (9, 90), (33, 33), (1, 16), (8, 64), (1, 50)]
+NARROW_LENGTHS = [(1, 1), (9, 90), (33, 33), (1, 16), (8, 64), (1, 50), (1, 600), (20, 300)]
 
 
-@pytest.mark.parametrize("window", [0, 9])
+@pytest.mark.parametrize("window", [0, 9, 270])
 @pytest.mark.parametrize(
     ("num_heads", "group", "head_dim", "block_size"),
-    [(2, 3, 24, 16), (1, 1, 7, 1), (1, 20, 8, 3), (2, 2, 64, 128), (1, 40, 36, 16)],
+    [
+        *((2, 3, 24, 16), (1, 1, 7, 1), (1, 20, 8, 3), (2, 2, 64, 128), (1, 40, 36, 16)),
+        *((1, 5, 64, 16), (2, 6, 64, 48), (1, 17, 128, 16), (2, 1, 192, 32)),
+    ],
 )
 def test_a_bfloat16_cache_is_computed_in_float32(
     num_heads: int, group: int, head_dim: int, block_size: int, window: int
 ) -> None:
-    """With `one_path`, results are bitwise equal to those of a float32 cache of equal values."""
+    """Results have the precision of float32.
+
+    With `one_path` and without AMX, they are bitwise equal to those of a float32 cache of equal
+    values.
+    """
     batch, num_blocks = make_batch(NARROW_LENGTHS, block_size, 0)
     layer = torch.randn(2, num_blocks, num_heads, block_size, head_dim)
     poison(layer, batch)
-    narrow, scores = layer.bfloat16(), ScoreMod(cap=2.0, sinks=torch.arange(num_heads * group) / 9)
+    heads = torch.arange(num_heads * group)
+    narrow = layer.bfloat16()
+    scores = ScoreMod(scale=0.2, cap=2.0, sinks=heads / 9, slopes=heads / 1000)
     query = torch.randn(int(batch[0][-1]), num_heads * group, head_dim)
     exact = paged_attention_reference(query, narrow.float(), *batch, window, scores)
     forms = ((False, 0, False), (True, 0, False), (True, 25, False), (True, 512, True))
@@ -233,18 +243,23 @@ def test_a_bfloat16_cache_is_computed_in_float32(
         with forced_form(reads_in_place, max_in_place):
             plans = [plan_attention(*batch, x, window, one_path) for x in (narrow, narrow.float())]
         found = paged_attention(query, narrow, plans[0], scores)
-        if one_path:  # otherwise, the bits of torch's kernels may depend on the strides
+        uses_amx = has_amx() and head_dim % 64 == 0 and block_size % 16 == 0
+        # Without `one_path`, the bits of torch's kernels may depend on the strides.
+        if one_path and not uses_amx:
             wide = paged_attention(query, narrow.float(), plans[1], scores)
             assert torch.equal(found, wide)
         torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("window", [0, 33])
-def test_in_place_bfloat16_bits_do_not_depend_on_chunking(window: int) -> None:
+@pytest.mark.parametrize("window", [0, 33, 270])
+@pytest.mark.parametrize(("group", "head_dim"), [(3, 24), (3, 64), (7, 64), (1, 128), (20, 64)])
+def test_in_place_bfloat16_bits_do_not_depend_on_chunking(
+    group: int, head_dim: int, window: int
+) -> None:
     batch, num_blocks = make_batch(NARROW_LENGTHS, 16, 0)
     starts, _, tables = batch
-    layer = torch.randn(2, num_blocks, 2, 16, 24).bfloat16()
-    query = torch.randn(int(starts[-1]), 6, 24)
+    layer = torch.randn(2, num_blocks, 2, 16, head_dim).bfloat16()
+    query = torch.randn(int(starts[-1]), 2 * group, head_dim)
     whole = attend_in_place(query, layer, batch, window=window)
     with mock.patch.object(torch, "get_num_threads", return_value=3):
         assert torch.equal(attend_in_place(query, layer, batch, window=window), whole)
@@ -267,21 +282,32 @@ def test_only_a_bfloat16_cache_may_have_another_dtype_than_the_query() -> None:
             )
 
 
+CACHES = pytest.mark.parametrize(
+    ("dtype", "head_dim"), [(torch.float32, 8), (torch.bfloat16, 8), (torch.bfloat16, 64)]
+)
+
+
+@CACHES
 @pytest.mark.parametrize("side", [0, 1])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_in_place_nan_and_inf_in_a_slot_reach_the_output(side: int, value: float) -> None:
+def test_in_place_nan_and_inf_in_a_slot_reach_the_output(
+    dtype: torch.dtype, head_dim: int, side: int, value: float
+) -> None:
     batch, num_blocks = make_batch([(1, 40), (1, 40)], 16, 0)
-    layer, query = torch.randn(2, num_blocks, 1, 16, 8), torch.rand(2, 1, 8)
+    layer = torch.randn(2, num_blocks, 1, 16, head_dim).to(dtype)
+    query = torch.rand(2, 1, head_dim)
     layer[side, batch[2][1, 1], 0, 3] = value
     found = attend_in_place(query, layer, batch)
     assert found[0].isfinite().all()
     assert not found[1].isfinite().all()
 
 
-def test_in_place_scores_beyond_the_range_of_exp() -> None:
+@CACHES
+def test_in_place_scores_beyond_the_range_of_exp(dtype: torch.dtype, head_dim: int) -> None:
     """Score differences are so large that float32 `exp` underflows: a weight falls to 0."""
     batch, num_blocks = make_batch([(1, 50)], 16, 0)
-    layer, query = torch.randn(2, num_blocks, 1, 16, 8) * 30, torch.randn(1, 1, 8) * 30
+    layer = (torch.randn(2, num_blocks, 1, 16, head_dim) * 30).to(dtype)
+    query = torch.randn(1, 1, head_dim) * 30
     exact = paged_attention_reference(query.double(), layer.double(), *batch)
     found = attend_in_place(query, layer, batch)
     torch.testing.assert_close(found, exact.float(), rtol=1e-4, atol=1e-4)

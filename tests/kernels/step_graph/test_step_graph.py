@@ -44,8 +44,13 @@ def num_threads(request: pytest.FixtureRequest) -> Iterator[int]:
         yield request.param
 
 
-def make_cache(num_kv_heads: int = 1, head_dim: int = 8, dtype: Any = torch.float32) -> Tensor:
-    shape = (2, 2, NUM_BLOCKS, num_kv_heads, BLOCK_SIZE, head_dim)
+def make_cache(
+    num_kv_heads: int = 1,
+    head_dim: int = 8,
+    dtype: Any = torch.float32,
+    block_size: int = BLOCK_SIZE,
+) -> Tensor:
+    shape = (2, 2, NUM_BLOCKS, num_kv_heads, block_size, head_dim)
     return torch.randn(shape).to(dtype)
 
 
@@ -198,10 +203,14 @@ SCORES = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["wide", "narrow"])
 @pytest.mark.parametrize("scores", SCORES)
 @pytest.mark.parametrize(
-    ("num_kv_heads", "head_dim", "rotary_dim", "interleaved", "window"),
-    [(2, 32, 32, False, 0), (1, 24, 8, True, 7), (6, 16, 0, False, 5)],
+    ("block_size", "num_kv_heads", "head_dim", "rotary_dim", "interleaved", "window"),
+    [
+        *((4, 2, 32, 32, False, 0), (4, 1, 24, 8, True, 7), (4, 6, 16, 0, False, 5)),
+        *((16, 2, 64, 64, False, 0), (32, 1, 128, 8, True, 70), (64, 6, 64, 0, False, 0)),
+    ],
 )
 def test_attention_has_the_bits_of_the_op(
+    block_size: int,
     num_kv_heads: int,
     head_dim: int,
     rotary_dim: int,
@@ -211,15 +220,17 @@ def test_attention_has_the_bits_of_the_op(
     dtype: torch.dtype,
 ) -> None:
     num_rows, num_heads = 5, 6
-    cache = make_cache(num_kv_heads, head_dim, dtype)
+    cache = make_cache(num_kv_heads, head_dim, dtype, block_size)
     generator = np.random.default_rng(0)
-    lengths = np.array([1, 4, 9, 30, 17])
+    lengths = np.array([1, 4, 9, 8 * block_size - 2, 17])
     tables = generator.permutation(NUM_BLOCKS)[: num_rows * 8].reshape(num_rows, 8).astype(np.int32)
     last = lengths - 1
-    slots = tables[np.arange(num_rows), last // BLOCK_SIZE] * BLOCK_SIZE + last % BLOCK_SIZE
+    slots = tables[np.arange(num_rows), last // block_size] * block_size + last % block_size
     width = (num_heads + 2 * num_kv_heads) * head_dim
     heads = torch.randn(num_rows, width)
-    table = rotary_table(torch.rand(rotary_dim // 2), 32, torch.float32, 1.0, interleaved)
+    table = rotary_table(
+        torch.rand(rotary_dim // 2), 8 * block_size, torch.float32, 1.0, interleaved
+    )
 
     builder, layer = GraphBuilder(8, cache), cache[1].clone()
     buffer, out = builder.alloc(width), builder.alloc(num_heads * head_dim)

@@ -1,0 +1,293 @@
+"""Numba intrinsics of attention with AMX: single tile operations, and changes of layout.
+
+See `cpu_common/amx` for tiles. Tiles in memory are in float32 arrays, two bfloat16 per element, and
+keys and values are in uint16 arrays. Indices count elements.
+"""
+
+# mypy: disable-error-code="no-untyped-call, no-untyped-def"
+
+from typing import Any
+
+from llvmlite import ir
+from numba.core import types
+
+from penstock.kernels.cpu_common.amx import TILE, bytes_at, call
+from penstock.kernels.cpu_common.amx_schedule import NUM_SPLITS
+from penstock.kernels.cpu_common.simd import simd_intrinsic
+
+_BYTE, _HALF, _WORD, _NUMBER = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+_FLOATS, _WORDS = ir.VectorType(ir.FloatType(), 16), ir.VectorType(_WORD, 16)
+_HALVES = ir.VectorType(_HALF, 32)
+_CONTIGUOUS = ir.Constant(_NUMBER, 64)
+
+
+def _register(number: int):
+    return ir.Constant(_BYTE, number)
+
+
+def tile_zero(register: int):
+    """Return an intrinsic that sets a tile register to zero."""
+
+    @simd_intrinsic
+    def zero(typing):
+        def code(context, builder, signature, arguments):
+            call(builder, "llvm.x86.tilezero", _register(register))
+            return context.get_dummy_value()
+
+        return types.void(), code
+
+    return zero
+
+
+def _transfer(register: int, name: str):
+    @simd_intrinsic
+    def transfer(typing, array, at):
+        def code(context, builder, signature, arguments):
+            pointer = bytes_at(context, builder, signature, arguments, 0, [arguments[1]])
+            call(builder, name, _register(register), pointer, _CONTIGUOUS)
+            return context.get_dummy_value()
+
+        return types.void(array, types.intp), code
+
+    return transfer
+
+
+def tile_load(register: int):
+    """Return an intrinsic that loads a contiguous tile from `array[at:]`."""
+    return _transfer(register, "llvm.x86.tileloadd64")
+
+
+def tile_store(register: int):
+    """Return an intrinsic that stores a contiguous tile to `array[at:]`."""
+    return _transfer(register, "llvm.x86.tilestored64")
+
+
+def tile_load_rows(register: int):
+    """Return an intrinsic that loads a tile whose rows begin `row_bytes` bytes apart."""
+
+    @simd_intrinsic
+    def load(typing, array, at, row_bytes):
+        def code(context, builder, signature, arguments):
+            pointer = bytes_at(context, builder, signature, arguments, 0, [arguments[1]])
+            name = "llvm.x86.tileloadd64"
+            call(builder, name, _register(register), pointer, arguments[2])
+            return context.get_dummy_value()
+
+        return types.void(array, types.intp, types.intp), code
+
+    return load
+
+
+def tile_multiply(sums: int, left: int, right: int):
+    """Return an intrinsic that adds the product of two bfloat16 tiles to a float32 tile."""
+
+    @simd_intrinsic
+    def multiply(typing):
+        def code(context, builder, signature, arguments):
+            operands = (_register(each) for each in (sums, left, right))
+            call(builder, "llvm.x86.tdpbf16ps", *operands)
+            return context.get_dummy_value()
+
+        return types.void(), code
+
+    return multiply
+
+
+def _number(value: int):
+    return ir.Constant(_NUMBER, value)
+
+
+def _vector_at(context, builder, signature, arguments, array, offsets, kind):
+    """Emit a pointer to a vector of type `kind` in an array, see `bytes_at`."""
+    pointer = bytes_at(context, builder, signature, arguments, array, offsets)
+    return builder.bitcast(pointer, kind.as_pointer())
+
+
+def _shuffle(builder, one, other, lanes):
+    mask = ir.Constant(ir.VectorType(_WORD, len(lanes)), list(lanes))
+    return builder.shuffle_vector(one, other, mask)
+
+
+def _emit_splits(builder, low, high):
+    """Emit `split_bf16x3` for two vectors of 16 float32; the result is a list of three vectors."""
+    upper, half = (ir.Constant(_WORDS, [each] * 16) for each in (0xFFFF0000, 16))
+    splits = []
+    for index in range(NUM_SPLITS):
+        low_bits, high_bits = builder.bitcast(low, _WORDS), builder.bitcast(high, _WORDS)
+        kept = builder.and_(high_bits, upper)
+        splits.append(builder.or_(builder.lshr(low_bits, half), kept))
+        if index + 1 < NUM_SPLITS:
+            low = builder.fsub(low, builder.bitcast(builder.and_(low_bits, upper), _FLOATS))
+            high = builder.fsub(high, builder.bitcast(kept, _FLOATS))
+    return splits
+
+
+def _splat(builder, value):
+    one = builder.insert_element(ir.Constant(_FLOATS, ir.Undefined), value, ir.Constant(_WORD, 0))
+    return _shuffle(builder, one, one, [0] * 16)
+
+
+@simd_intrinsic
+def split_row(typing, values, at, factor, splits, into, apart):
+    """Split the 32 float32 `values[at:] * factor` into three parts, each a row of 16 words.
+
+    The rows begin at `splits[into]`, `splits[into + apart]` and `splits[into + 2 * apart]`. A word
+    has two successive values.
+    """
+
+    def code(context, builder, signature, arguments):
+        _, at, factor, _, into, apart = arguments
+        factors = _splat(builder, factor)
+
+        def scaled(offset):
+            offsets = [at, _number(offset)]
+            pointer = _vector_at(context, builder, signature, arguments, 0, offsets, _FLOATS)
+            return builder.fmul(builder.load(pointer, align=4), factors)
+
+        first, second = scaled(0), scaled(16)
+        low = _shuffle(builder, first, second, range(0, 32, 2))
+        high = _shuffle(builder, first, second, range(1, 32, 2))
+        for number, split in enumerate(_emit_splits(builder, low, high)):
+            offsets = [into, builder.mul(apart, _number(number))]
+            pointer = _vector_at(context, builder, signature, arguments, 3, offsets, _WORDS)
+            builder.store(split, pointer, align=4)
+        return context.get_dummy_value()
+
+    return types.void(values, types.intp, types.float32, splits, types.intp, types.intp), code
+
+
+@simd_intrinsic
+def write_features(typing, sums, at, tile_step, split_step, factor, out, out_at):
+    """Write 32 features of a query row to `out[out_at:]`: the sum of three parts times `factor`.
+
+    The sums of the parts begin at `sums[at]`, `sums[at + split_step]` and
+    `sums[at + 2 * split_step]` in the order of the first row of `interleave`, and `tile_step` words
+    later in the order of the second row.
+    """
+
+    def code(context, builder, signature, arguments):
+        _, at, tile_step, split_step, factor, _, out_at = arguments
+        factors = _splat(builder, factor)
+
+        def load(row, split):
+            offsets = [
+                at,
+                builder.mul(tile_step, _number(row)),
+                builder.mul(split_step, _number(split)),
+            ]
+            pointer = _vector_at(context, builder, signature, arguments, 0, offsets, _FLOATS)
+            return builder.load(pointer, align=4)
+
+        rows = []
+        for row in range(2):
+            summed = builder.fadd(builder.fadd(load(row, 0), load(row, 1)), load(row, 2))
+            rows.append(builder.fmul(summed, factors))
+        for half in range(2):
+            words = [
+                8 * half + 4 * i + 16 * row + j
+                for i in range(2)
+                for row in range(2)
+                for j in range(4)
+            ]
+            offsets = [out_at, _number(16 * half)]
+            pointer = _vector_at(context, builder, signature, arguments, 5, offsets, _FLOATS)
+            builder.store(_shuffle(builder, rows[0], rows[1], words), pointer, align=4)
+        return context.get_dummy_value()
+
+    integers = [types.intp] * 3
+    return types.void(sums, *integers, types.float32, out, types.intp), code
+
+
+@simd_intrinsic
+def interleave(typing, values, first, second, tiles, into):
+    """Interleave 32 bfloat16 of two positions, and store them as two rows of 16 words.
+
+    The positions' values begin at `values[first]` and `values[second]`, and the rows at
+    `tiles[into]` and `tiles[into + TILE]`. A word has the value of the first position in its lower
+    half. Words 4 i to 4 i + 3 of the first row have the features 8 i to 8 i + 3, and those of the
+    second row the features 8 i + 4 to 8 i + 7, so that each row takes one instruction.
+    """
+
+    def code(context, builder, signature, arguments):
+        one, other = (
+            builder.load(
+                _vector_at(context, builder, signature, arguments, 0, [arguments[each]], _HALVES),
+                align=2,
+            )
+            for each in (1, 2)
+        )
+        for row in range(2):
+            features = [8 * i + 4 * row + j for i in range(4) for j in range(4)]
+            lanes = [each + side for each in features for side in (0, 32)]
+            offsets = [arguments[4], _number(row * TILE)]
+            pointer = _vector_at(context, builder, signature, arguments, 3, offsets, _HALVES)
+            builder.store(_shuffle(builder, one, other, lanes), pointer, align=4)
+        return context.get_dummy_value()
+
+    return types.void(values, types.intp, types.intp, tiles, types.intp), code
+
+
+def _transposes(num_tiles: int):
+    @simd_intrinsic
+    def transpose(typing, tiles, at, out, out_at, width):
+        def code(context, builder, signature, arguments):
+            _, at, _, out_at, width = arguments
+
+            def row(tile, number):
+                offsets = [at, _number(tile * TILE + 16 * number)]
+                pointer = _vector_at(context, builder, signature, arguments, 0, offsets, _FLOATS)
+                return builder.load(pointer, align=4)
+
+            rows = [row(0, number) for number in range(16)]
+            for tile in range(1, num_tiles):
+                rows = [builder.fadd(each, row(tile, i)) for i, each in enumerate(rows)]
+            # Each round interleaves the first eight rows with the last eight. Four rounds
+            # transpose the tile.
+            halves = [[j for i in range(h, h + 8) for j in (i, i + 16)] for h in (0, 8)]
+            for _ in range(4):
+                rows = [
+                    _shuffle(builder, rows[i], rows[i + 8], lanes)
+                    for i in range(8)
+                    for lanes in halves
+                ]
+            for number, found in enumerate(rows):
+                offsets = [out_at, builder.mul(width, _number(number))]
+                pointer = _vector_at(context, builder, signature, arguments, 2, offsets, _FLOATS)
+                builder.store(found, pointer, align=4)
+            return context.get_dummy_value()
+
+        return types.void(tiles, types.intp, out, types.intp, types.intp), code
+
+    return transpose
+
+
+transpose, transpose_sum = _transposes(1), _transposes(NUM_SPLITS)
+"""Transpose the tile of 16 x 16 words at `tiles[at:]`, or (`transpose_sum`) the sum of the three
+contiguous float32 tiles there. Row r of the result begins at `out[out_at + r * width]`."""
+
+
+def _reduction(combine: Any):
+    @simd_intrinsic
+    def reduce(typing, lanes):
+        def code(context, builder, signature, arguments):
+            lanes, count = arguments[0], 16
+            while count > 1:
+                count //= 2
+                lower = _shuffle(builder, lanes, lanes, range(count))
+                upper = _shuffle(builder, lanes, lanes, range(count, 2 * count))
+                lanes = combine(builder, lower, upper)
+            return builder.extract_element(lanes, ir.Constant(_WORD, 0))
+
+        return types.float32(lanes), code
+
+    return reduce
+
+
+def _emit_max(builder, one, other):
+    return builder.select(builder.fcmp_ordered(">", one, other), one, other)
+
+
+sum_lanes = _reduction(lambda builder, one, other: builder.fadd(one, other))
+max_lanes = _reduction(_emit_max)
+"""Sum or maximum of the 16 lanes of a vector: the upper half is combined with the lower half until
+one lane is left."""

@@ -1,0 +1,101 @@
+"""Tiles of attention with AMX: their registers, their addresses in the KV cache, and prefetches.
+
+A key tile has the keys of 16 positions. Key tile i of a sequence begins at position 16 i. The
+values of these positions are at the same place in the second half of the cache.
+"""
+
+# mypy: disable-error-code="no-untyped-call"
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.kernels.cpu_common.amx import ROWS, TILE, ldtilecfg
+from penstock.kernels.cpu_common.amx_schedule import NUM_SPLITS
+from penstock.kernels.cpu_common.late_codegen import inner
+from penstock.kernels.cpu_common.simd import prefetch
+
+Halves = npt.NDArray[np.uint16]
+Ints = npt.NDArray[np.int32]
+Longs = npt.NDArray[np.int64]
+
+MAX_FEW_ROWS = ROWS // NUM_SPLITS
+"""Largest number of query rows whose parts fit into one tile."""
+
+STEP = 32
+"""Features of a tile of keys, and positions of a tile of values."""
+
+SPLITS = NUM_SPLITS * TILE
+"""Size of the tiles with the three parts of 16 query rows, in words."""
+
+CHUNK = 8
+"""Number of steps of 32 positions for which tiles are prepared before they are multiplied. A tile
+that has just been written cannot be loaded for a while."""
+
+SCORES = CHUNK * SPLITS
+"""Size of the scratch array for tiles of scores and of weights, in words."""
+
+AHEAD = 16
+"""Prefetch distance in tiles of 16 positions."""
+
+
+@inner()
+def configure(num_rows: int, shapes: Any) -> None:
+    """Configure the tile registers for `num_rows` query rows.
+
+    Do nothing if `shapes`, the current configuration of 64 bytes, is the wanted one already. All
+    bytes are 0 at the beginning.
+    """
+    rows = NUM_SPLITS * num_rows if num_rows <= MAX_FEW_ROWS else ROWS
+    if shapes[51] == rows:
+        return
+    shapes[0] = 1
+    for register in range(8):
+        shapes[16 + 2 * register] = 64
+        shapes[48 + register] = ROWS if register < 3 else rows
+    ldtilecfg(shapes)
+
+
+@inner()
+def find_starts(
+    first: int,
+    tile: tuple[int, int, int],
+    kv_layout: tuple[int, int, int],
+    table: Ints,
+    head_dim: int,
+    starts: Longs,
+) -> None:
+    """Write to `starts` where the key tiles of a work item begin in the flat cache.
+
+    The first one is key tile `first`. Tiles to which no token attends are replaced by the nearest
+    tile to which one attends, because their blocks may have been freed.
+    """
+    tokens, context, behind = tile
+    num_heads, head, block_size = kv_layout
+    lowest, highest = max(context - behind, 0) // ROWS, (context + tokens - 2) // ROWS
+    per_block = block_size // ROWS
+    for i in range(len(starts)):
+        number = min(max(first + i, lowest), highest)
+        at, inside = number, 0
+        if per_block > 1:  # usually a block is one tile, and divisions are slow
+            at, inside = number // per_block, number % per_block
+        slot = (table[at] * num_heads + head) * block_size + inside * ROWS
+        starts[i] = slot * head_dim
+
+
+@inner()
+def prefetch_ahead(rows: Halves, starts: Longs, number: int, values_at: int, head_dim: int) -> None:
+    """Prefetch the tile that is read AHEAD tiles after tile `number` of a work item.
+
+    A work item reads its key tiles and then the values of the same positions. Then the next work
+    item reads its key tiles. `starts` has the key tiles of this work item and AHEAD of the next
+    one.
+    """
+    count, number = len(starts) - AHEAD, number + AHEAD
+    if number < count:
+        at = starts[number]
+    else:
+        at = starts[number - count] + (values_at if number < 2 * count else 0)
+    for i in range(at, at + ROWS * head_dim, 32):
+        prefetch(rows, i)
