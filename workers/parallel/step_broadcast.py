@@ -101,6 +101,21 @@ class RemoteReader:
         return into
 
 
+class LocalReader:
+    """Receives messages from rank 0 through shared memory.
+
+    The reader also keeps the communicator of all ranks, if there is one. Otherwise it would be
+    closed while other ranks still connect to it, and their connecting would fail.
+    """
+
+    def __init__(self, ring: ShmRingReader, communicator: Communicator | None) -> None:
+        self._ring = ring
+        self._communicator = communicator
+
+    def read(self) -> bytes:
+        return self._ring.read()
+
+
 def node_name() -> str:
     """Return a name that is equal in two processes only if they can share memory."""
     boot = Path("/proc/sys/kernel/random/boot_id")
@@ -148,9 +163,9 @@ def connect_plan_reader(
         assert communicator is not None
         return RemoteReader(communicator)
     index = info["readers"].index(rank)
-    reader = ShmRingReader(info["path"], tuple(info["shape"]), index, _liveness_check(info["pid"]))
+    ring = ShmRingReader(info["path"], tuple(info["shape"]), index, _liveness_check(info["pid"]))
     store.set(f"reads {rank}", "yes")
-    return reader
+    return LocalReader(ring, communicator)
 
 
 def connect_hosts(store: Store, name: str, rank: int, num_ranks: int, host: str) -> Communicator:

@@ -1,8 +1,10 @@
 """Broadcast of step plans: encoding, the shared-memory ring, gloo, and their failures."""
 
+import gc
 import os
 import subprocess
 import sys
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -184,3 +186,33 @@ def test_plans_reach_ranks_on_any_node(remote: tuple[int, ...]) -> None:
         writer.end()
         for found in reading:
             assert found.result() == messages
+
+
+def test_a_reader_of_shared_memory_keeps_its_communicator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another rank may still be connecting to it."""
+
+    class FakeCommunicator:
+        pass
+
+    made: list[weakref.ref[FakeCommunicator]] = []
+
+    def connect(*_: object) -> FakeCommunicator:
+        communicator = FakeCommunicator()
+        made.append(weakref.ref(communicator))
+        return communicator
+
+    monkeypatch.setattr(step_broadcast, "connect_hosts", connect)
+    store = LocalStore()
+    store.set("node 2", "far")
+    with ThreadPoolExecutor(1) as thread:
+        reading = thread.submit(connect_plan_reader, store, 1, 3, "near", "127.0.0.1")
+        writer = connect_plan_writer(store, 3, 64, "near", "127.0.0.1", 20.0)
+        reader = reading.result()
+    del reading
+    gc.collect()
+    assert [each() is not None for each in made] == [True, True]
+    del reader, writer
+    gc.collect()
+    assert [each() for each in made] == [None, None]
