@@ -37,12 +37,13 @@ def test_failed_start_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="there is no /dev/shm here")
 def test_shared_memory_in_use_does_not_count_as_left_behind() -> None:
+    """Other programs may create and remove segments at the same time."""
     before = start.shared_memory()
     block = SharedMemory(create=True, size=4096)
     try:
-        assert start.left_in_shared_memory(before) == []
+        assert block.name not in start.left_in_shared_memory(before)
         block.close()
-        assert start.left_in_shared_memory(before) == [block.name]
+        assert block.name in start.left_in_shared_memory(before)
     finally:
         block.unlink()
-    assert start.left_in_shared_memory(before) == []
+    assert block.name not in start.left_in_shared_memory(before)
