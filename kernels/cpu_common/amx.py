@@ -122,6 +122,21 @@ def store_accumulators(num_rows: int, num_columns: int):
     return store
 
 
+def emit_bf16x3(builder, a, b):
+    """Emit the work of `split_bf16x3`. The result is a list of three vectors of 32-bit words."""
+    words = ir.VectorType(ir.IntType(32), a.type.count)
+    upper, half = (ir.Constant(words, [each] * words.count) for each in (0xFFFF0000, 16))
+    floats, splits = a.type, []
+    for index in range(NUM_SPLITS):
+        low, high = builder.bitcast(a, words), builder.bitcast(b, words)
+        kept = builder.and_(high, upper)
+        splits.append(builder.or_(builder.lshr(low, half), kept))
+        if index + 1 < NUM_SPLITS:
+            a = builder.fsub(a, builder.bitcast(builder.and_(low, upper), floats))
+            b = builder.fsub(b, builder.bitcast(kept, floats))
+    return splits
+
+
 @simd_intrinsic
 def split_bf16x3(typing, a, b):
     """Split each float32 of two vectors into three bfloat16 parts whose sum is the float32.
@@ -132,17 +147,8 @@ def split_bf16x3(typing, a, b):
     """
 
     def code(context, builder, signature, arguments):
-        floats, words = arguments[0].type, ir.VectorType(ir.IntType(32), VECTOR_WIDTH)
-        upper, half = (ir.Constant(words, [each] * VECTOR_WIDTH) for each in (0xFFFF0000, 16))
-        a, b = arguments
-        splits = []
-        for index in range(NUM_SPLITS):
-            low, high = builder.bitcast(a, words), builder.bitcast(b, words)
-            kept = builder.and_(high, upper)
-            splits.append(builder.bitcast(builder.or_(builder.lshr(low, half), kept), floats))
-            if index + 1 < NUM_SPLITS:
-                a = builder.fsub(a, builder.bitcast(builder.and_(low, upper), floats))
-                b = builder.fsub(b, builder.bitcast(kept, floats))
+        floats = arguments[0].type
+        splits = [builder.bitcast(each, floats) for each in emit_bf16x3(builder, *arguments)]
         return context.make_tuple(builder, signature.return_type, splits)
 
     return types.UniTuple(F32Vec(VECTOR_WIDTH), NUM_SPLITS)(a, b), code

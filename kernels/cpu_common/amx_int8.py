@@ -62,9 +62,9 @@ def multiply_tiles_int8(typing, rows, rows_at, weights, left, right):
     """Add the products of two row tiles and two column tiles to the accumulators 0 to 3.
 
     The row tiles are contiguous and begin at `rows[rows_at]`. The column tiles begin at
-    `weights[left]` and `weights[right]`. Accumulator 2 r + c has the product of row tile r and
-    column tile c. Row tiles are loaded with a hint that they are not used again soon, so that the
-    column tiles stay in the L1 cache.
+    `weights[left]` and `weights[right]`. Register 2 * r + c accumulates the product of row tile r
+    and column tile c. Row tiles are loaded with a hint that they are not used again soon. The
+    column tiles then stay in the L1 cache.
     """
 
     def code(context, builder, signature, arguments):

@@ -181,7 +181,7 @@ def _serial(
     x: Floats,  # [T * K]
     num_inputs: int,  # K, a multiple of TILE_K
     limit: float,  # see `quantize_rows`
-    tiles: Bytes,  # [T * K] scratch for quantized x; T is rounded up to whole blocks of 32 rows
+    tiles: Bytes,  # [T * K] scratch for quantized x, with T rounded up to a multiple of 32
     factors: Floats,  # [T] scratch for the scales of the rows of x
     weights: Bytes,  # [blocks, steps, TILES_ACROSS, 16, 16, 4]
     shifts: Sums,  # [blocks * BLOCK_COLUMNS] initial values of the sums

@@ -11,7 +11,7 @@ from typing import Any
 from llvmlite import ir
 from numba.core import types
 
-from penstock.kernels.cpu_common.amx import TILE, bytes_at, call
+from penstock.kernels.cpu_common.amx import TILE, bytes_at, call, emit_bf16x3
 from penstock.kernels.cpu_common.amx_schedule import NUM_SPLITS
 from penstock.kernels.cpu_common.simd import simd_intrinsic
 
@@ -98,7 +98,7 @@ def _number(value: int):
 
 
 def _vector_at(context, builder, signature, arguments, array, offsets, kind):
-    """Emit a pointer to a vector of type `kind` in an array, see `bytes_at`."""
+    """Emit the address that `bytes_at` emits, as a pointer to a vector of type `kind`."""
     pointer = bytes_at(context, builder, signature, arguments, array, offsets)
     return builder.bitcast(pointer, kind.as_pointer())
 
@@ -106,20 +106,6 @@ def _vector_at(context, builder, signature, arguments, array, offsets, kind):
 def _shuffle(builder, one, other, lanes):
     mask = ir.Constant(ir.VectorType(_WORD, len(lanes)), list(lanes))
     return builder.shuffle_vector(one, other, mask)
-
-
-def _emit_splits(builder, low, high):
-    """Emit `split_bf16x3` for two vectors of 16 float32; the result is a list of three vectors."""
-    upper, half = (ir.Constant(_WORDS, [each] * 16) for each in (0xFFFF0000, 16))
-    splits = []
-    for index in range(NUM_SPLITS):
-        low_bits, high_bits = builder.bitcast(low, _WORDS), builder.bitcast(high, _WORDS)
-        kept = builder.and_(high_bits, upper)
-        splits.append(builder.or_(builder.lshr(low_bits, half), kept))
-        if index + 1 < NUM_SPLITS:
-            low = builder.fsub(low, builder.bitcast(builder.and_(low_bits, upper), _FLOATS))
-            high = builder.fsub(high, builder.bitcast(kept, _FLOATS))
-    return splits
 
 
 def _splat(builder, value):
@@ -147,7 +133,7 @@ def split_row(typing, values, at, factor, splits, into, apart):
         first, second = scaled(0), scaled(16)
         low = _shuffle(builder, first, second, range(0, 32, 2))
         high = _shuffle(builder, first, second, range(1, 32, 2))
-        for number, split in enumerate(_emit_splits(builder, low, high)):
+        for number, split in enumerate(emit_bf16x3(builder, low, high)):
             offsets = [into, builder.mul(apart, _number(number))]
             pointer = _vector_at(context, builder, signature, arguments, 3, offsets, _WORDS)
             builder.store(split, pointer, align=4)
