@@ -79,38 +79,43 @@ def tile_load_rows(register: int):
 
 
 def tile_multiply(sums: int, left: int, right: int):
-    """Return an intrinsic that adds the product of two bfloat16 tiles to a float32 tile."""
+    """Return an intrinsic that adds the product of two tiles to a tile of sums.
+
+    Its argument is the flat cache. The operands are int8 and the sums int32 if the cache is INT8;
+    otherwise, they are bfloat16 and float32.
+    """
 
     @simd_intrinsic
-    def multiply(typing):
+    def multiply(typing, rows):
+        name = "llvm.x86.tdpbssd" if rows.dtype == types.int8 else "llvm.x86.tdpbf16ps"
+
         def code(context, builder, signature, arguments):
-            operands = (_register(each) for each in (sums, left, right))
-            call(builder, "llvm.x86.tdpbf16ps", *operands)
+            call(builder, name, *(_register(each) for each in (sums, left, right)))
             return context.get_dummy_value()
 
-        return types.void(), code
+        return types.void(rows), code
 
     return multiply
 
 
-def _number(value: int):
+def number_of(value: int):
     return ir.Constant(_NUMBER, value)
 
 
-def _vector_at(context, builder, signature, arguments, array, offsets, kind):
+def vector_at(context, builder, signature, arguments, array, offsets, kind):
     """Emit the address that `bytes_at` emits, as a pointer to a vector of type `kind`."""
     pointer = bytes_at(context, builder, signature, arguments, array, offsets)
     return builder.bitcast(pointer, kind.as_pointer())
 
 
-def _shuffle(builder, one, other, lanes):
+def shuffle(builder, one, other, lanes):
     mask = ir.Constant(ir.VectorType(_WORD, len(lanes)), list(lanes))
     return builder.shuffle_vector(one, other, mask)
 
 
-def _splat(builder, value):
+def splat(builder, value):
     one = builder.insert_element(ir.Constant(_FLOATS, ir.Undefined), value, ir.Constant(_WORD, 0))
-    return _shuffle(builder, one, one, [0] * 16)
+    return shuffle(builder, one, one, [0] * 16)
 
 
 @simd_intrinsic
@@ -123,19 +128,19 @@ def split_row(typing, values, at, factor, splits, into, apart):
 
     def code(context, builder, signature, arguments):
         _, at, factor, _, into, apart = arguments
-        factors = _splat(builder, factor)
+        factors = splat(builder, factor)
 
         def scaled(offset):
-            offsets = [at, _number(offset)]
-            pointer = _vector_at(context, builder, signature, arguments, 0, offsets, _FLOATS)
+            offsets = [at, number_of(offset)]
+            pointer = vector_at(context, builder, signature, arguments, 0, offsets, _FLOATS)
             return builder.fmul(builder.load(pointer, align=4), factors)
 
         first, second = scaled(0), scaled(16)
-        low = _shuffle(builder, first, second, range(0, 32, 2))
-        high = _shuffle(builder, first, second, range(1, 32, 2))
+        low = shuffle(builder, first, second, range(0, 32, 2))
+        high = shuffle(builder, first, second, range(1, 32, 2))
         for number, split in enumerate(emit_bf16x3(builder, low, high)):
-            offsets = [into, builder.mul(apart, _number(number))]
-            pointer = _vector_at(context, builder, signature, arguments, 3, offsets, _WORDS)
+            offsets = [into, builder.mul(apart, number_of(number))]
+            pointer = vector_at(context, builder, signature, arguments, 3, offsets, _WORDS)
             builder.store(split, pointer, align=4)
         return context.get_dummy_value()
 
@@ -153,15 +158,15 @@ def write_features(typing, sums, at, tile_step, split_step, factor, out, out_at)
 
     def code(context, builder, signature, arguments):
         _, at, tile_step, split_step, factor, _, out_at = arguments
-        factors = _splat(builder, factor)
+        factors = splat(builder, factor)
 
         def load(row, split):
             offsets = [
                 at,
-                builder.mul(tile_step, _number(row)),
-                builder.mul(split_step, _number(split)),
+                builder.mul(tile_step, number_of(row)),
+                builder.mul(split_step, number_of(split)),
             ]
-            pointer = _vector_at(context, builder, signature, arguments, 0, offsets, _FLOATS)
+            pointer = vector_at(context, builder, signature, arguments, 0, offsets, _FLOATS)
             return builder.load(pointer, align=4)
 
         rows = []
@@ -175,9 +180,9 @@ def write_features(typing, sums, at, tile_step, split_step, factor, out, out_at)
                 for row in range(2)
                 for j in range(4)
             ]
-            offsets = [out_at, _number(16 * half)]
-            pointer = _vector_at(context, builder, signature, arguments, 5, offsets, _FLOATS)
-            builder.store(_shuffle(builder, rows[0], rows[1], words), pointer, align=4)
+            offsets = [out_at, number_of(16 * half)]
+            pointer = vector_at(context, builder, signature, arguments, 5, offsets, _FLOATS)
+            builder.store(shuffle(builder, rows[0], rows[1], words), pointer, align=4)
         return context.get_dummy_value()
 
     integers = [types.intp] * 3
@@ -197,7 +202,7 @@ def interleave(typing, values, first, second, tiles, into):
     def code(context, builder, signature, arguments):
         one, other = (
             builder.load(
-                _vector_at(context, builder, signature, arguments, 0, [arguments[each]], _HALVES),
+                vector_at(context, builder, signature, arguments, 0, [arguments[each]], _HALVES),
                 align=2,
             )
             for each in (1, 2)
@@ -205,40 +210,52 @@ def interleave(typing, values, first, second, tiles, into):
         for row in range(2):
             features = [8 * i + 4 * row + j for i in range(4) for j in range(4)]
             lanes = [each + side for each in features for side in (0, 32)]
-            offsets = [arguments[4], _number(row * TILE)]
-            pointer = _vector_at(context, builder, signature, arguments, 3, offsets, _HALVES)
-            builder.store(_shuffle(builder, one, other, lanes), pointer, align=4)
+            offsets = [arguments[4], number_of(row * TILE)]
+            pointer = vector_at(context, builder, signature, arguments, 3, offsets, _HALVES)
+            builder.store(shuffle(builder, one, other, lanes), pointer, align=4)
         return context.get_dummy_value()
 
     return types.void(values, types.intp, types.intp, tiles, types.intp), code
 
 
-def _transposes(num_tiles: int):
+def emit_transpose(builder, rows):
+    """Emit the transpose of 16 vectors of 16 words. The result is a list of vectors."""
+    # Each round interleaves the first eight rows with the last eight. Four rounds transpose.
+    halves = [[j for i in range(h, h + 8) for j in (i, i + 16)] for h in (0, 8)]
+    for _ in range(4):
+        rows = [shuffle(builder, rows[i], rows[i + 8], lanes) for i in range(8) for lanes in halves]
+    return rows
+
+
+def transposes(num_tiles: int, emit_row: Any):
+    """Return an intrinsic that transposes a tile of 16 x 16 words which it makes from others.
+
+    There are `num_tiles` contiguous tiles at `tiles[at:]`. Row r of the result begins at
+    `out[out_at + r * width]`.
+
+    Args:
+        num_tiles: number of tiles.
+        emit_row: called with the builder and the vectors of the same row of all tiles, as float32.
+            It emits the vector that takes their place.
+    """
+
     @simd_intrinsic
     def transpose(typing, tiles, at, out, out_at, width):
         def code(context, builder, signature, arguments):
             _, at, _, out_at, width = arguments
 
-            def row(tile, number):
-                offsets = [at, _number(tile * TILE + 16 * number)]
-                pointer = _vector_at(context, builder, signature, arguments, 0, offsets, _FLOATS)
+            def load(tile, number):
+                offsets = [at, number_of(tile * TILE + 16 * number)]
+                pointer = vector_at(context, builder, signature, arguments, 0, offsets, _FLOATS)
                 return builder.load(pointer, align=4)
 
-            rows = [row(0, number) for number in range(16)]
-            for tile in range(1, num_tiles):
-                rows = [builder.fadd(each, row(tile, i)) for i, each in enumerate(rows)]
-            # Each round interleaves the first eight rows with the last eight. Four rounds
-            # transpose the tile.
-            halves = [[j for i in range(h, h + 8) for j in (i, i + 16)] for h in (0, 8)]
-            for _ in range(4):
-                rows = [
-                    _shuffle(builder, rows[i], rows[i + 8], lanes)
-                    for i in range(8)
-                    for lanes in halves
-                ]
-            for number, found in enumerate(rows):
-                offsets = [out_at, builder.mul(width, _number(number))]
-                pointer = _vector_at(context, builder, signature, arguments, 2, offsets, _FLOATS)
+            rows = [
+                emit_row(builder, [load(tile, number) for tile in range(num_tiles)])
+                for number in range(16)
+            ]
+            for number, found in enumerate(emit_transpose(builder, rows)):
+                offsets = [out_at, builder.mul(width, number_of(number))]
+                pointer = vector_at(context, builder, signature, arguments, 2, offsets, _FLOATS)
                 builder.store(found, pointer, align=4)
             return context.get_dummy_value()
 
@@ -247,9 +264,15 @@ def _transposes(num_tiles: int):
     return transpose
 
 
-transpose, transpose_sum = _transposes(1), _transposes(NUM_SPLITS)
-"""Transpose the tile of 16 x 16 words at `tiles[at:]`, or (`transpose_sum`) the sum of the three
-contiguous float32 tiles there. Row r of the result begins at `out[out_at + r * width]`."""
+def _emit_sum(builder, vectors):
+    found = vectors[0]
+    for vector in vectors[1:]:
+        found = builder.fadd(found, vector)
+    return found
+
+
+transpose, transpose_sum = transposes(1, _emit_sum), transposes(NUM_SPLITS, _emit_sum)
+"""Transpose the tile at `tiles[at:]`, or (`transpose_sum`) the sum of the three float32 tiles."""
 
 
 def _reduction(combine: Any):
@@ -259,8 +282,8 @@ def _reduction(combine: Any):
             lanes, count = arguments[0], 16
             while count > 1:
                 count //= 2
-                lower = _shuffle(builder, lanes, lanes, range(count))
-                upper = _shuffle(builder, lanes, lanes, range(count, 2 * count))
+                lower = shuffle(builder, lanes, lanes, range(count))
+                upper = shuffle(builder, lanes, lanes, range(count, 2 * count))
                 lanes = combine(builder, lower, upper)
             return builder.extract_element(lanes, ir.Constant(_WORD, 0))
 

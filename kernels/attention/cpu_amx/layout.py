@@ -15,8 +15,8 @@ from penstock.kernels.cpu_common.amx import ROWS, TILE, ldtilecfg
 from penstock.kernels.cpu_common.amx_schedule import NUM_SPLITS
 from penstock.kernels.cpu_common.late_codegen import inner
 from penstock.kernels.cpu_common.simd import prefetch
+from penstock.kernels.kv_cache.cpu_blocks import page_size
 
-Halves = npt.NDArray[np.uint16]
 Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
 
@@ -58,34 +58,40 @@ def configure(num_rows: int, shapes: Any) -> None:
 
 
 @inner()
+def attended_tiles(tile: tuple[int, int, int]) -> tuple[int, int]:
+    """Return the numbers of the first and the last key tile to which a token of `tile` attends."""
+    tokens, context, behind = tile
+    return max(context - behind, 0) // ROWS, (context + tokens - 2) // ROWS
+
+
+@inner()
 def find_starts(
     first: int,
     tile: tuple[int, int, int],
     kv_layout: tuple[int, int, int],
+    rows: Any,
     table: Ints,
     head_dim: int,
     starts: Longs,
 ) -> None:
-    """Write to `starts` where the key tiles of a work item begin in the flat cache.
+    """Write to `starts` where the key tiles of a work item begin in the flat cache `rows`.
 
     The first one is key tile `first`. Tiles to which no token attends are replaced by the nearest
     tile to which one attends, because their blocks may have been freed.
     """
-    tokens, context, behind = tile
     num_heads, head, block_size = kv_layout
-    lowest, highest = max(context - behind, 0) // ROWS, (context + tokens - 2) // ROWS
+    size, (lowest, highest) = page_size(rows, block_size, head_dim), attended_tiles(tile)
     per_block = block_size // ROWS
     for i in range(len(starts)):
         number = min(max(first + i, lowest), highest)
         at, inside = number, 0
         if per_block > 1:  # usually a block is one tile, and divisions are slow
             at, inside = number // per_block, number % per_block
-        slot = (table[at] * num_heads + head) * block_size + inside * ROWS
-        starts[i] = slot * head_dim
+        starts[i] = (table[at] * num_heads + head) * size + inside * ROWS * head_dim
 
 
 @inner()
-def prefetch_ahead(rows: Halves, starts: Longs, number: int, values_at: int, head_dim: int) -> None:
+def prefetch_ahead(rows: Any, starts: Longs, number: int, values_at: int, head_dim: int) -> None:
     """Prefetch the tile that is read AHEAD tiles after tile `number` of a work item.
 
     A work item reads its key tiles and then the values of the same positions. Then the next work
@@ -97,5 +103,6 @@ def prefetch_ahead(rows: Halves, starts: Longs, number: int, values_at: int, hea
         at = starts[number]
     else:
         at = starts[number - count] + (values_at if number < 2 * count else 0)
-    for i in range(at, at + ROWS * head_dim, 32):
+    line = 64 // rows.itemsize
+    for i in range(at, at + page_size(rows, ROWS, head_dim), line):
         prefetch(rows, i)

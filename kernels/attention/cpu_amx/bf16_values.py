@@ -1,19 +1,13 @@
-"""Weighted sums of values of attention with AMX, see `cpu_amx/attend`."""
+"""Weighted sums of the values of a bfloat16 cache, computed with AMX. See `cpu_amx/bf16`."""
 
 # mypy: disable-error-code="no-untyped-call"
 
 import numpy as np
 import numpy.typing as npt
 
-from penstock.kernels.attention.cpu_amx.intrinsics import (
-    interleave,
-    split_row,
-    tile_load,
-    tile_multiply,
-    tile_store,
-    tile_zero,
-)
+from penstock.kernels.attention.cpu_amx.intrinsics import interleave, split_row
 from penstock.kernels.attention.cpu_amx.layout import CHUNK, SPLITS, STEP, prefetch_ahead
+from penstock.kernels.attention.cpu_amx.products import few_rows_times_values, rows_times_values
 from penstock.kernels.cpu_common.amx import ROWS, TILE
 from penstock.kernels.cpu_common.amx_schedule import NUM_SPLITS
 from penstock.kernels.cpu_common.late_codegen import inner
@@ -21,17 +15,6 @@ from penstock.kernels.cpu_common.late_codegen import inner
 Floats = npt.NDArray[np.float32]
 Halves = npt.NDArray[np.uint16]
 Longs = npt.NDArray[np.int64]
-
-_zero_0, _zero_1, _zero_2 = (tile_zero(register) for register in range(3))
-_zero_4, _zero_5, _zero_6, _zero_7 = (tile_zero(register) for register in range(4, 8))
-_load_0, _load_1, _load_2, _load_3 = (tile_load(register) for register in range(4))
-_load_4, _load_5, _load_6, _load_7 = (tile_load(register) for register in range(4, 8))
-_store_0, _store_1, _store_2 = (tile_store(register) for register in range(3))
-_store_4, _store_5, _store_6, _store_7 = (tile_store(register) for register in range(4, 8))
-_add_0, _add_1 = tile_multiply(0, 4, 3), tile_multiply(1, 5, 3)
-_add_2 = tile_multiply(2, 6, 3)
-_add_few_4, _add_few_5 = tile_multiply(4, 3, 0), tile_multiply(5, 3, 1)
-_add_few_6, _add_few_7 = tile_multiply(6, 3, 2), tile_multiply(7, 3, 0)
 
 
 @inner()
@@ -73,70 +56,6 @@ def _prepare_values(
 
 
 @inner()
-def _few_values(
-    splits: Floats, values: Floats, count: int, head_dim: int, is_first: bool, sums: Floats
-) -> None:
-    """Add the weighted values of `count` steps to the `sums` of few query rows."""
-    size = ROWS * head_dim
-    for n in range(0, size, 4 * TILE):
-        if is_first:
-            _zero_4()
-            _zero_5()
-            _zero_6()
-            _zero_7()
-        else:
-            _load_4(sums, n)
-            _load_5(sums, n + TILE)
-            _load_6(sums, n + 2 * TILE)
-            _load_7(sums, n + 3 * TILE)
-        for step in range(count):
-            at = step * size + n
-            _load_3(splits, step * SPLITS)
-            _load_0(values, at)
-            _add_few_4()
-            _load_1(values, at + TILE)
-            _add_few_5()
-            _load_2(values, at + 2 * TILE)
-            _add_few_6()
-            _load_0(values, at + 3 * TILE)
-            _add_few_7()
-        _store_4(sums, n)
-        _store_5(sums, n + TILE)
-        _store_6(sums, n + 2 * TILE)
-        _store_7(sums, n + 3 * TILE)
-
-
-@inner()
-def _many_values(
-    splits: Floats, values: Floats, count: int, head_dim: int, is_first: bool, sums: Floats, at: int
-) -> None:
-    """Add the weighted values of `count` steps to the sums of 16 query rows at `sums[at:]`."""
-    size = ROWS * head_dim
-    for n in range(0, size, TILE):
-        if is_first:
-            _zero_0()
-            _zero_1()
-            _zero_2()
-        else:
-            _load_0(sums, at)
-            _load_1(sums, at + TILE)
-            _load_2(sums, at + 2 * TILE)
-        for step in range(count):
-            split = step * SPLITS
-            _load_3(values, step * size + n)
-            _load_4(splits, split)
-            _add_0()
-            _load_5(splits, split + TILE)
-            _add_1()
-            _load_6(splits, split + 2 * TILE)
-            _add_2()
-        _store_0(sums, at)
-        _store_1(sums, at + TILE)
-        _store_2(sums, at + 2 * TILE)
-        at += SPLITS
-
-
-@inner()
 def add_values(
     rows: Halves, values_at: int, starts: Longs, head_dim: int, begin: int, end: int,
     num_rows: int, few: bool, scores: Floats, span: int, splits: Floats, values: Floats,
@@ -165,7 +84,7 @@ def add_values(
                     into = step * SPLITS + (r - row) * ROWS
                     split_row(scores, at, np.float32(1), splits, into, apart)
             if few:
-                _few_values(splits, values, count, head_dim, first == 0, sums)
+                few_rows_times_values(rows, splits, values, count, head_dim, first == 0, sums)
             else:
                 at = row * NUM_SPLITS * head_dim
-                _many_values(splits, values, count, head_dim, first == 0, sums, at)
+                rows_times_values(rows, splits, values, count, head_dim, first == 0, sums, at)
