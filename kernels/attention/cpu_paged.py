@@ -7,8 +7,8 @@ seconds, but only once per machine, because the compiled code is cached on disk.
 A tile is a range of consecutive query tokens of one sequence. A work item is a tile and a KV head;
 one thread computes each work item. A query row is one token and one query head of the work item.
 The order in which a token's sums are computed depends only on the token's position, not on the
-other tokens of the token's tile or batch (`attention/cpu_inner`). Over a bfloat16 cache, CPUs with
-AMX use other loops (`attention/cpu_amx`).
+other tokens of the token's tile or batch (`attention/cpu_inner`). Over a bfloat16 or INT8 cache of
+suitable sizes, CPUs with AMX use other loops (`attention/cpu_amx`).
 """
 
 from functools import cache

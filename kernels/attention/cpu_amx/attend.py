@@ -1,7 +1,8 @@
-"""Attention over a bfloat16 KV cache on CPUs with AMX; compiled by numba.
+"""Attention over a bfloat16 or INT8 KV cache on CPUs with AMX; compiled by numba.
 
 `cpu_paged` and the CPU step graph use these loops. Queries and softmax weights are float32, and
-each is split into three bfloat16 values (`cpu_amx/bf16`).
+each is split into three values with 8 bits of precision: bfloat16 values over a bfloat16 cache
+(`cpu_amx/bf16`), and int8 values over an INT8 cache (`cpu_amx/int8`).
 
 A tile product has 16 rows and 16 columns, which are filled in two ways:
 
@@ -23,6 +24,7 @@ import numpy.typing as npt
 from numba.core import types
 
 from penstock.kernels.attention.cpu_amx.bf16 import attend_bf16, bf16_scratch_size
+from penstock.kernels.attention.cpu_amx.int8 import attend_int8, int8_scratch_size
 from penstock.kernels.attention.cpu_amx.layout import AHEAD
 from penstock.kernels.cpu_common.amx import ROWS, tilerelease
 from penstock.kernels.cpu_common.cpu_features import has_amx
@@ -51,7 +53,7 @@ def count_starts(context: int) -> int:
 
 def _has_amx_loops(rows: Any) -> bool:
     """Return whether numba's type `rows` is a cache that these loops support."""
-    return bool(rows.dtype == types.uint16) and has_amx()
+    return rows.dtype in (types.uint16, types.int8) and has_amx()
 
 
 def amx_scratch_size(rows: Any, num_rows: int, context: int, head_dim: int) -> int:
@@ -99,7 +101,12 @@ def _scratch_size_code(rows, num_rows, context, head_dim):
     def bf16(rows, num_rows, context, head_dim):
         return bf16_scratch_size(num_rows, context, head_dim)
 
-    return bf16 if _has_amx_loops(rows) else lambda rows, num_rows, context, head_dim: 0
+    def int8(rows, num_rows, context, head_dim):
+        return int8_scratch_size(num_rows, context, head_dim)
+
+    if not _has_amx_loops(rows):
+        return lambda rows, num_rows, context, head_dim: 0
+    return int8 if rows.dtype == types.int8 else bf16
 
 
 @inner_overload(attend_with_amx)
@@ -107,13 +114,15 @@ def _attend_code(
     start, tile, kv_layout, query, rows, values_at, table, scale, cap, sinks, slopes, scratch,
     starts, shapes, out, next_tile, next_layout, next_table,
 ):  # fmt: skip
+    work = attend_int8 if rows.dtype == types.int8 else attend_bf16
+
     def attend(
         start, tile, kv_layout, query, rows, values_at, table, scale, cap, sinks, slopes, scratch,
         starts, shapes, out, next_tile, next_layout, next_table,
     ):  # fmt: skip
         if query.shape[2] % FEATURES or kv_layout[2] % ROWS:
             return False
-        attend_bf16(
+        work(
             start, tile, kv_layout, query, rows, values_at, table, scale, cap, sinks, slopes,
             scratch, starts, shapes, out, next_tile, next_layout, next_table,
         )  # fmt: skip

@@ -26,11 +26,11 @@ from penstock.kernels.attention.cpu_amx.bf16_values import add_values
 from penstock.kernels.attention.cpu_amx.intrinsics import write_features
 from penstock.kernels.attention.cpu_amx.layout import (
     AHEAD,
+    BF16_STEP,
     CHUNK,
     MAX_FEW_ROWS,
     SCORES,
     SPLITS,
-    STEP,
     configure,
     find_starts,
 )
@@ -51,7 +51,7 @@ def bf16_scratch_size(num_rows: int, context: int, head_dim: int) -> int:
     padded = (num_rows + ROWS - 1) // ROWS * ROWS
     return (
         2 * NUM_SPLITS * padded * head_dim + SCORES + (CHUNK + 1) * ROWS * head_dim
-        + (padded + 1) * (context + 2 * STEP)
+        + (padded + 1) * (context + 2 * BF16_STEP)
     )  # fmt: skip
 
 
@@ -66,8 +66,8 @@ def attend_bf16(
     count, context, behind = tile
     group, head_dim, num_rows = len(sinks), query.shape[2], count * len(sinks)
     few, low, high = num_rows <= MAX_FEW_ROWS, max(context - behind, 0), context + count - 1
-    base = low // STEP * STEP
-    span = (high - base + STEP - 1) // STEP * STEP
+    base = low // BF16_STEP * BF16_STEP
+    span = (high - base + BF16_STEP - 1) // BF16_STEP * BF16_STEP
     num_tiles, size, head = span // ROWS, NUM_SPLITS * ROWS * head_dim, kv_layout[1]
     at = size * ((num_rows + ROWS - 1) // ROWS)
     q, sums, at = scratch[:at], scratch[at : 2 * at], 2 * at
@@ -78,7 +78,7 @@ def attend_bf16(
     ones, starts = scores[span * num_rows :], all_starts[: num_tiles + AHEAD]
     configure(num_rows, shapes)
     find_starts(base // ROWS, tile, kv_layout, rows, table, head_dim, starts[:num_tiles])
-    next_first = max(next_tile[1] - next_tile[2], 0) // STEP * 2
+    next_first = max(next_tile[1] - next_tile[2], 0) // BF16_STEP * 2
     find_starts(next_first, next_tile, next_layout, rows, next_table, head_dim, starts[num_tiles:])
     split_queries(query, start, num_rows, group, head, scale, few, splits, q)
     if few:
@@ -98,6 +98,6 @@ def attend_bf16(
         row_at, tile_step, split_step = r * ROWS, TILE, num_rows * ROWS
         if not few:
             row_at, tile_step, split_step = r // ROWS * size + r % ROWS * ROWS, SPLITS, TILE
-        for i in range(0, head_dim, STEP):
+        for i in range(0, head_dim, BF16_STEP):
             write_features(sums, row_at, tile_step, split_step, ones[r], whole, i)
             row_at += 2 * tile_step

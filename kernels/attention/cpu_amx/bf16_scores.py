@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.kernels.attention.cpu_amx.intrinsics import split_row, transpose, transpose_sum
-from penstock.kernels.attention.cpu_amx.layout import CHUNK, SPLITS, STEP
+from penstock.kernels.attention.cpu_amx.layout import BF16_STEP, CHUNK, SPLITS
 from penstock.kernels.attention.cpu_amx.products import few_rows_times_keys, rows_times_keys
 from penstock.kernels.cpu_common.amx import ROWS, TILE
 from penstock.kernels.cpu_common.amx_schedule import NUM_SPLITS
@@ -29,12 +29,12 @@ def split_queries(
 
     Few rows: [D / 32] tiles. More rows: [rows / 16, D / 32, 3] tiles. `splits` is scratch.
     """
-    steps, apart = query.shape[2] // STEP, num_rows * ROWS if few else TILE
+    steps, apart = query.shape[2] // BF16_STEP, num_rows * ROWS if few else TILE
     for begin in range(0, num_rows, ROWS):
         for step in range(steps):
             for r in range(begin, min(begin + ROWS, num_rows)):
                 x = query[start + r // group, head * group + r % group]
-                split_row(x, step * STEP, scale, splits, (r - begin) * ROWS, apart)
+                split_row(x, step * BF16_STEP, scale, splits, (r - begin) * ROWS, apart)
             if few:
                 transpose(splits, 0, q, step * TILE, ROWS)
             else:

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.kernels.attention.cpu_amx.intrinsics import interleave, split_row
-from penstock.kernels.attention.cpu_amx.layout import CHUNK, SPLITS, STEP, prefetch_ahead
+from penstock.kernels.attention.cpu_amx.layout import BF16_STEP, CHUNK, SPLITS, prefetch_ahead
 from penstock.kernels.attention.cpu_amx.products import few_rows_times_values, rows_times_values
 from penstock.kernels.cpu_common.amx import ROWS, TILE
 from penstock.kernels.cpu_common.amx_schedule import NUM_SPLITS
@@ -29,7 +29,7 @@ def _interleave_values(
     for half in range(2):
         at = second if half else first
         for j in range(ROWS // 2):
-            for i in range(0, head_dim, STEP):
+            for i in range(0, head_dim, BF16_STEP):
                 to = into + i * ROWS + (half * (ROWS // 2) + j) * ROWS
                 interleave(rows, at + i, at + head_dim + i, tiles, to)
             at += 2 * head_dim
@@ -44,11 +44,11 @@ def _prepare_values(
 
     The other slots may contain anything, and 0 * NaN is not 0. `tail` is scratch [32 * D].
     """
-    if begin <= 0 and end >= STEP:
+    if begin <= 0 and end >= BF16_STEP:
         _interleave_values(rows, first, second, head_dim, tiles, into)
         return
     tail[:] = 0
-    for s in range(max(begin, 0), min(end, STEP)):
+    for s in range(max(begin, 0), min(end, BF16_STEP)):
         at = first + s * head_dim if s < ROWS else second + (s - ROWS) * head_dim
         for i in range(head_dim):
             tail[s * head_dim + i] = rows[at + i]
@@ -70,7 +70,7 @@ def add_values(
     for first in range(0, num_tiles // 2, CHUNK):
         count = min(CHUNK, num_tiles // 2 - first)
         for step in range(count):
-            number, low = 2 * (first + step), (first + step) * STEP
+            number, low = 2 * (first + step), (first + step) * BF16_STEP
             prefetch_ahead(rows, starts, num_tiles + number, values_at, head_dim)
             prefetch_ahead(rows, starts, num_tiles + number + 1, values_at, head_dim)
             _prepare_values(
@@ -80,7 +80,7 @@ def add_values(
         for row in range(0, num_rows, ROWS):
             for step in range(count):
                 for r in range(row, min(row + ROWS, num_rows)):
-                    at = r * span + (first + step) * STEP
+                    at = r * span + (first + step) * BF16_STEP
                     into = step * SPLITS + (r - row) * ROWS
                     split_row(scores, at, np.float32(1), splits, into, apart)
             if few:

@@ -1,7 +1,8 @@
 """Numba intrinsics of attention with AMX: single tile operations, and changes of layout.
 
-See `cpu_common/amx` for tiles. Tiles in memory are in float32 arrays, two bfloat16 per element, and
-keys and values are in uint16 arrays. Indices count elements.
+See `cpu_common/amx` for tiles. Tiles in memory are in float32 arrays: an element has two bfloat16
+or four int8. Keys and values are in the cache, a flat array of uint16 (bfloat16) or int8. Indices
+count elements.
 """
 
 # mypy: disable-error-code="no-untyped-call, no-untyped-def"
@@ -228,9 +229,9 @@ def emit_transpose(builder, rows):
 
 
 def transposes(num_tiles: int, emit_row: Any):
-    """Return an intrinsic that transposes a tile of 16 x 16 words which it makes from others.
+    """Return an intrinsic that combines tiles into one of 16 x 16 words and transposes it.
 
-    There are `num_tiles` contiguous tiles at `tiles[at:]`. Row r of the result begins at
+    The `num_tiles` contiguous tiles begin at `tiles[at]`. Row r of the result begins at
     `out[out_at + r * width]`.
 
     Args:

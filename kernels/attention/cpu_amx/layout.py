@@ -23,15 +23,15 @@ Longs = npt.NDArray[np.int64]
 MAX_FEW_ROWS = ROWS // NUM_SPLITS
 """Largest number of query rows whose parts fit into one tile."""
 
-STEP = 32
+BF16_STEP, INT8_STEP = 32, 64
 """Features of a tile of keys, and positions of a tile of values."""
 
 SPLITS = NUM_SPLITS * TILE
 """Size of the tiles with the three parts of 16 query rows, in words."""
 
 CHUNK = 8
-"""Number of steps of 32 positions for which tiles are prepared before they are multiplied. A tile
-that has just been written cannot be loaded for a while."""
+"""Number of steps of 32 (bfloat16) or 64 (INT8) positions for which tiles are prepared before they
+are multiplied. A tile that has just been written cannot be loaded for a while."""
 
 SCORES = CHUNK * SPLITS
 """Size of the scratch array for tiles of scores and of weights, in words."""

@@ -44,10 +44,10 @@ def few_rows_times_keys(
     rows: Any, values_at: int, starts: Longs, begin: int, end: int, head_dim: int, q: Floats,
     found: Floats,
 ) -> None:  # fmt: skip
-    """Store one tile to `found` for each key tile [begin, end): the products with few query rows.
+    """Multiply the key tiles [begin, end) by few query rows.
 
-    A row of such a tile is a position, and a column is a column of the tiles `q`. For `starts` see
-    `prefetch_ahead`.
+    For each key tile, one tile of products is stored to `found`. Its rows are positions, and its
+    columns are those of the tiles `q`. For `starts` see `prefetch_ahead`.
     """
     step = 64 // rows.itemsize
     for number in range(begin, end):

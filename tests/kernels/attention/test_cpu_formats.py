@@ -39,7 +39,11 @@ def attend(query: Tensor, layer: Tensor, batch: Batch, scores: ScoreMod, window:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     ("heads", "block_size", "window"),
-    [((2, 3, 24), 16, 0), ((1, 4, 64), 8, 9), ((2, 1, 10), 4, 33), ((1, 40, 16), 16, 0)],
+    [
+        *(((2, 3, 24), 16, 0), ((1, 4, 64), 8, 9), ((2, 1, 10), 4, 33), ((1, 40, 16), 16, 0)),
+        # Sizes that loops with AMX support.
+        *(((2, 3, 64), 16, 0), ((1, 2, 128), 32, 33), ((1, 40, 64), 48, 9), ((2, 5, 192), 16, 40)),
+    ],
 )
 def test_attention_equals_float64_attention_over_the_dequantized_cache(
     heads: tuple[int, int, int], block_size: int, window: int, name: str
@@ -59,6 +63,111 @@ def test_attention_equals_float64_attention_over_the_dequantized_cache(
         with threads(count):
             found = attend(query, layer, batch, ScoreMod(cap=5.0, sinks=sinks), window)
         torch.testing.assert_close(found, exact.float(), rtol=1e-5, atol=1e-5)
+
+
+def check_bits_do_not_depend_on_chunking(
+    lengths: list[tuple[int, int]], heads: tuple[int, int], block_size: int, window: int
+) -> None:
+    """Compare the bits of whole sequences with those of single tokens.
+
+    Blocks before a token's window are not in its block table, because they may have been freed.
+    """
+    group, head_dim = heads
+    batch, num_blocks = make_batch(lengths, block_size, seed=2)
+    starts, _, tables = batch
+    layer = cache_of(torch.randn(2, num_blocks, 2, block_size, head_dim), FORMATS["int8"], batch)
+    query, sinks = torch.randn(int(starts[-1]), 2 * group, head_dim), torch.randn(2 * group)
+    scores = ScoreMod(cap=5.0, sinks=sinks)
+    whole = attend(query, layer, batch, scores, window)
+    for b, (length, context) in enumerate(lengths):
+        for token in range(length):
+            row, context_len = int(starts[b]) + token, context - length + token + 1
+            table = tables[b : b + 1].copy()
+            if window:
+                table[0, : max(context_len - window, 0) // block_size] = 10**6
+            one = np.array([0, 1], np.int32), np.array([context_len], np.int32), table
+            single = attend(query[row : row + 1], layer, one, scores, window)[0]
+            assert torch.equal(single, whole[row])
+
+
+@pytest.mark.parametrize("window", [0, 33])
+@pytest.mark.parametrize(
+    ("heads", "block_size"), [((3, 64), 16), ((7, 64), 48), ((1, 128), 32), ((4, 40), 16)]
+)
+def test_bits_over_an_int8_cache_do_not_depend_on_chunking(
+    heads: tuple[int, int], block_size: int, window: int
+) -> None:
+    lengths = [(1, 1), (9, 90), (33, 33), (1, 16), (20, 300)]
+    check_bits_do_not_depend_on_chunking(lengths, heads, block_size, window)
+
+
+def test_bits_at_the_position_where_sums_continue_as_float32() -> None:
+    """`int8_values` adds the sums of 65,536 positions as float32."""
+    check_bits_do_not_depend_on_chunking([(40, 65_570)], (1, 64), 16, 100)
+
+
+def test_error_of_small_weights_beside_a_large_one() -> None:
+    """One position has the weight 1 and the value 0; the others have the weight 1e-6 and value 1.
+
+    Each weight is rounded to a multiple of 2^-23 of the largest one. The error of an output is
+    therefore at most 2^-24 for each position. To this, 2^-20 of each small weight is added for the
+    rounding of float32.
+    """
+    count = 50_000
+    batch, num_blocks = make_batch([(1, count)], 16, seed=0)
+    features = torch.zeros(2, num_blocks, 1, 16, 64)
+    table = batch[2][0]
+    features[0, table[0], 0, 0] = -float(np.log(1e-6)) / 64
+    features[1] = 1.0
+    features[1, table[0], 0, 0] = 0.0
+    layer = cache_of(features, FORMATS["int8"], batch)
+    query = torch.full((1, 1, 64), 1.0)
+    scores = ScoreMod(scale=1.0)
+    exact = paged_attention_reference(
+        query.double(), dequantize(layer, torch.float64), *batch, 0, scores
+    )
+    found = attend(query, layer, batch, scores, 0)
+    bound = count * (2.0**-24 + 2.0**-20 * 1e-6)
+    assert (found - exact).abs().max() < bound
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("origin", ["query", "key", "value"])
+@pytest.mark.parametrize(("group", "head_dim"), [(3, 64), (8, 64), (2, 24)])
+def test_nan_and_inf_reach_only_the_output_of_their_sequence(
+    group: int, head_dim: int, origin: str, value: float
+) -> None:
+    batch, num_blocks = make_batch([(1, 40), (1, 40)], 16, 0)
+    features, query = torch.randn(2, num_blocks, 1, 16, head_dim), torch.rand(2, group, head_dim)
+    if origin == "query":
+        query[1, 0, 3] = value
+    else:
+        features[int(origin == "value"), batch[2][1, 1], 0, 3, 5] = value
+    found = attend(query, cache_of(features, FORMATS["int8"], batch), batch, ScoreMod(), 0)
+    assert found[0].isfinite().all()
+    rows = found[1, :1] if origin == "query" else found[1]
+    assert not rows.isfinite().any(dim=-1).any()
+    if origin == "query":
+        assert found[1, 1:].isfinite().all()
+
+
+def test_sums_over_many_positions_with_the_largest_codes_do_not_overflow() -> None:
+    """All weights are equal and all codes are 127: an int32 sum of all products would overflow."""
+    batch, num_blocks = make_batch([(2, 140_000)], 16, seed=0)
+    layer = cache_of(torch.ones(2, num_blocks, 1, 16, 64), FORMATS["int8"], batch)
+    found = attend(torch.zeros(2, 1, 64), layer, batch, ScoreMod(), 0)
+    expected = dequantize(layer)[1, batch[2][0, 0], 0, 0].expand(2, 1, 64)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-42, 1e-30, 1e30])
+def test_queries_of_any_size(size: float) -> None:
+    batch, num_blocks = make_batch([(1, 40)], 16, seed=0)
+    layer = cache_of(torch.randn(2, num_blocks, 1, 16, 64), FORMATS["int8"], batch)
+    query = torch.randn(1, 4, 64) * size
+    exact = paged_attention_reference(query.double(), dequantize(layer, torch.float64), *batch)
+    found = attend(query, layer, batch, ScoreMod(), 0)
+    torch.testing.assert_close(found, exact.float(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["fp8", "int8"])
