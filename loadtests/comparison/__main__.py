@@ -29,6 +29,7 @@ from penstock.loadtests.comparison.process import EngineFailed
 from penstock.loadtests.comparison.record import BadRecord, Record, merged, read
 from penstock.loadtests.comparison.rounds import Rounds
 from penstock.loadtests.comparison.work import Work
+from penstock.workers.config import KV_CACHE_DTYPES
 
 PROGRAM = "python -m penstock.loadtests.comparison"
 _KNOWN = ", ".join(BY_NAME)
@@ -44,6 +45,7 @@ class Run:
     rounds: int = option(5, "number of rounds; each engine runs once per round")
     threads: int = option(0, "threads of each engine; default: the cores usable by this process")
     one_at_a_time: bool = option(False, "restart each engine for every round (large models)")
+    kv_cache_dtype: str = option("auto", "format of the KV cache of Penstock's engines")
     merge: tuple[str, ...] = option((), "do not measure; merge these JSON files into one report")
     save: str = option("", "write NAME.json and NAME.html; default: in loadtests/results")
 
@@ -51,6 +53,9 @@ class Run:
         for name in (*self.engines, *self.without):
             if name not in BY_NAME:
                 raise ValueError(f"unknown engine {name!r}: expected one of {_KNOWN}")
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            known = ", ".join(KV_CACHE_DTYPES)
+            raise ValueError(f"--kv-cache-dtype is {self.kv_cache_dtype!r}: expected {known}")
         check_least(self, 1, ("rounds",))
         check_least(self, 0, ("threads",))
         if not self.chosen():
@@ -133,7 +138,13 @@ def _measure(run: Run, record: Record) -> bool:
     try:
         with (
             Rounds(
-                engines, model, run.num_threads, record.work, cache, run.one_at_a_time
+                engines,
+                model,
+                run.num_threads,
+                record.work,
+                cache,
+                run.one_at_a_time,
+                run.kv_cache_dtype,
             ) as rounds,
             _progress(run.rounds * len(engines)) as (report, done),
         ):

@@ -151,6 +151,7 @@ def _answers(options: Options, prompts: list[list[int]]) -> list[list[list[int]]
         "num_requests": len(prompts),
         "max_model_len": options.prompt_len + options.tokens,
         "kv_gib": 1,
+        "kv_cache_dtype": "auto",
     }
     found = []
     for engine in ENGINES:

@@ -74,6 +74,9 @@ def merged(records: Sequence[Record]) -> Record:
                     f"cannot merge runs with different values of {name!r}: merge only runs with "
                     "equal settings"
                 )
+        for name in first.about.keys() & other.about.keys():
+            if first.about[name].get("kv") != other.about[name].get("kv"):
+                raise BadRecord(f"cannot merge runs of {name} with different KV cache formats")
     rounds = [runs for record in records for runs in record.rounds]
     ran = {run.engine for runs in rounds for run in runs}
     left_out = {name: why for record in records for name, why in record.left_out.items()}

@@ -37,6 +37,7 @@ class Rounds:
         work: Work,
         cache: Path,
         one_at_a_time: bool = False,
+        kv_cache_dtype: str = "auto",
     ) -> None:
         self.engines = engines
         self.about: dict[str, dict[str, Any]] = {}
@@ -51,6 +52,7 @@ class Rounds:
             "num_requests": work.requests,
             "max_model_len": work.max_model_len,
             "kv_gib": _KV_GIB,
+            "kv_cache_dtype": kv_cache_dtype,
         }
         self._awake: dict[str, EngineProcess] = {}
 

@@ -29,7 +29,7 @@ def engine(options: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
                 {
                     "version": penstock.__version__,
                     "weights": "fp32",
-                    "kv": "fp32",
+                    "kv": _kv(options),
                     "pools": "one mixed worker",
                     "client": "gRPC, in a separate process on the same cores",
                 },
@@ -46,7 +46,13 @@ def _arguments(options: dict[str, Any]) -> list[str]:
         *("--max-model-len", str(options["max_model_len"])),
         *("--kv-cache-mib", str(1024 * options["kv_gib"])),
         *("--dtype", "float32"),
+        *("--kv-cache-dtype", options["kv_cache_dtype"]),
     ]
+
+
+def _kv(options: dict[str, Any]) -> str:
+    chosen = str(options["kv_cache_dtype"])
+    return "float32" if chosen == "auto" else chosen  # that of `--dtype`
 
 
 async def _channel(address: str) -> grpc.aio.Channel:

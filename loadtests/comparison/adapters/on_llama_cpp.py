@@ -48,7 +48,7 @@ def engine(options: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
         {
             "version": importlib.metadata.version("llama-cpp-python"),
             "weights": form.title,
-            "kv": "fp16 (its default)" if form.has_f16_cache else "fp32",
+            "kv": "float16 (its default)" if form.has_f16_cache else "float32",
             "batching": "static, through llama_decode",
         },
     )

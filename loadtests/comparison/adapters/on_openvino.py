@@ -46,7 +46,7 @@ def engine(options: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
         {
             "version": importlib.metadata.version("openvino-genai"),
             "weights": "int8" if int8 else "fp32",
-            "kv": "u8 (its default)" if int8 else "fp32",
+            "kv": "u8 (its default)" if int8 else "float32",
             "prefix_cache": False,
         },
     )

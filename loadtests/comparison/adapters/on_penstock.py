@@ -15,6 +15,7 @@ import torch
 
 import penstock
 from penstock.common.sampling_params import SamplingParams
+from penstock.kernels.kv_cache.format import format_of
 from penstock.workers.config import WorkerConfig
 from penstock.workers.engine.engine import Engine
 from penstock.workers.scheduling.sequence import NewSequence
@@ -41,6 +42,7 @@ def engine(options: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
         max_model_len=options["max_model_len"],
         dtype="float32",
         kv_cache_mib=1024 * options["kv_gib"],
+        kv_cache_dtype=options["kv_cache_dtype"],
         **({"quantization": form} if form in ("int8", "int4") else {}),
     )
     engine = Engine(config)
@@ -77,7 +79,7 @@ def engine(options: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
             "version": penstock.__version__,
             "torch": torch.__version__,
             "weights": form or "fp32",
-            "kv": "fp32",
+            "kv": format_of(engine.cache.data.dtype).name,
             "prefix_cache": "never hit (unique salt per call)",
         },
     )

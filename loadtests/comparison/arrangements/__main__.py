@@ -210,6 +210,7 @@ class _Offline:
             "num_requests": _OFFLINE_REQUESTS,
             "max_model_len": options.input_len + options.output_len,
             "kv_gib": 1,
+            "kv_cache_dtype": "auto",
         }
         self._process = EngineProcess(ENGINES["penstock"], Path(sys.executable), settings)
         self._generate(-1, 8)

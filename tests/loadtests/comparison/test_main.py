@@ -19,6 +19,7 @@ from tests.support.refusals import assert_refused
         (["--engines", "vllm", "--without", "vllm"], "no engine is left"),
         (["--model", "7b"], "invalid choice"),
         (["--turns", "3"], "unrecognized arguments"),
+        (["--kv-cache-dtype", "int4"], "expected auto, float32, bfloat16, fp8, int8"),
     ],
 )
 def test_wrong_flags_give_a_one_line_error(

@@ -33,6 +33,15 @@ def test_records_with_different_settings_are_not_merged() -> None:
         merged([one, dataclasses.replace(one, threads=1)])
 
 
+def test_records_with_different_kv_cache_formats_are_not_merged() -> None:
+    one = record([engine_run("penstock")])
+    one.about["penstock"]["kv"] = "bfloat16"
+    other = record([engine_run("penstock")])
+    other.about["penstock"]["kv"] = "int8"
+    with pytest.raises(BadRecord, match="runs of penstock with different KV cache formats"):
+        merged([one, other])
+
+
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"summary": {}, "work": {"requests": 0}}'])
 def test_file_that_is_not_a_record_is_refused_by_name(tmp_path: Path, content: str) -> None:
     file = tmp_path / "run.json"
