@@ -4,6 +4,9 @@ Routers and workers both use this module. Decoding does not validate the values,
 a message must validate them.
 """
 
+import sys
+from array import array
+from collections.abc import Sequence
 from typing import Any
 
 from penstock.common.sampling_params import SamplingParams
@@ -12,12 +15,45 @@ from penstock.common.thinking_budget import ThinkingBudget
 from penstock.common.worker_load import WorkerLoad
 from penstock.protos import worker_pb2 as pb
 
+PROTOCOL = 2
+"""Version of worker.proto. Routers and workers refuse a peer with another version."""
+
+TOKEN_BYTES = 4
+"""Size of a token id in `ChoiceLog.tokens`."""
+
 EARLY_STOPPING: dict[bool | str, pb.EarlyStopping] = {
     False: pb.EARLY_STOPPING_FALSE,
     True: pb.EARLY_STOPPING_TRUE,
     "never": pb.EARLY_STOPPING_NEVER,
 }
 _EARLY_STOPPING_VALUES = {number: value for value, number in EARLY_STOPPING.items()}
+
+
+def pack_tokens(tokens: Sequence[int]) -> bytes:
+    """Return token ids as bytes, as in `ChoiceLog.tokens`.
+
+    Raises:
+        OverflowError: if a token id is negative or needs more than 32 bits.
+    """
+    return _as_little_endian(array("I", tokens)).tobytes()
+
+
+def unpack_tokens(data: bytes) -> list[int]:
+    """Return the token ids that `pack_tokens` has packed.
+
+    Raises:
+        ValueError: if the number of bytes is not a multiple of TOKEN_BYTES.
+    """
+    words = array("I")
+    words.frombytes(data)
+    return _as_little_endian(words).tolist()
+
+
+def _as_little_endian(words: "array[int]") -> "array[int]":
+    """Swap the bytes of each word on a big-endian machine."""
+    if sys.byteorder == "big":
+        words.byteswap()
+    return words
 
 
 def encode_sampling_params(params: SamplingParams) -> pb.SamplingParams:

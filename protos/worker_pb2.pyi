@@ -93,14 +93,14 @@ class Submit(_message.Message):
     def __init__(self, request: _Optional[int] = ..., attempt: _Optional[int] = ..., prompt: _Optional[_Iterable[int]] = ..., log: _Optional[_Iterable[_Union[ChoiceLog, _Mapping]]] = ..., params: _Optional[_Union[SamplingParams, _Mapping]] = ..., source: _Optional[_Union[Source, _Mapping]] = ..., yield_after: _Optional[int] = ..., salt: _Optional[bytes] = ..., request_id: _Optional[str] = ..., prompt_known: _Optional[int] = ...) -> None: ...
 
 class ChoiceLog(_message.Message):
-    __slots__ = ("choice", "tokens", "finished")
+    __slots__ = ("choice", "finished", "tokens")
     CHOICE_FIELD_NUMBER: _ClassVar[int]
-    TOKENS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
     choice: int
-    tokens: _containers.RepeatedScalarFieldContainer[int]
     finished: bool
-    def __init__(self, choice: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., finished: _Optional[bool] = ...) -> None: ...
+    tokens: bytes
+    def __init__(self, choice: _Optional[int] = ..., finished: _Optional[bool] = ..., tokens: _Optional[bytes] = ...) -> None: ...
 
 class Source(_message.Message):
     __slots__ = ("worker", "incarnation", "attempt", "kv_len", "layout")

@@ -21,6 +21,7 @@ import uvloop
 from penstock.loadtests.bench.flags import option, read_flags
 from penstock.protos import worker_pb2 as pb
 from penstock.protos import worker_pb2_grpc
+from penstock.protos.worker_codec import PROTOCOL, TOKEN_BYTES
 
 _UNIT_NANOS = 50_000
 _SPAN = 1 << 15  # number of 50 µs units (1.6 s) after which token ids repeat
@@ -122,7 +123,7 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
 
     def welcome(self) -> pb.Welcome:
         return pb.Welcome(
-            protocol=1,
+            protocol=PROTOCOL,
             worker=self.name,
             incarnation=f"{self.name}-{id(self):x}",
             role="mixed",
@@ -178,7 +179,7 @@ class Session:
         new = [Run(submit, choice, 0) for choice in range(max(submit.params.n, 1))]
         over = {entry.choice for entry in submit.log if entry.finished}
         for entry in submit.log:
-            new[entry.choice].position = len(entry.tokens)
+            new[entry.choice].position = len(entry.tokens) // TOKEN_BYTES
         new = [run for run in new if run.choice not in over]
         for run in new:
             self.runs[submit.request, submit.attempt, run.choice] = run

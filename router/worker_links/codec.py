@@ -4,7 +4,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from penstock.protos import worker_pb2 as pb
-from penstock.protos.worker_codec import decode_worker_load, encode_sampling_params
+from penstock.protos.worker_codec import (
+    decode_worker_load,
+    encode_sampling_params,
+    pack_tokens,
+)
 from penstock.router.routing import events as ev
 from penstock.router.routing.prefix_cache.cache_events import (
     CacheChange,
@@ -13,8 +17,6 @@ from penstock.router.routing.prefix_cache.cache_events import (
     ResyncCache,
 )
 from penstock.router.routing.transfer_peers import ConnectPeers, TransferEndpoint
-
-PROTOCOL_VERSION = 1
 
 FINISHES = frozenset(ev.Finish)
 
@@ -186,7 +188,7 @@ def encode_submit(command: ev.Submit) -> pb.ToWorker:
     submit = message.submit
     for choice, (tokens, finished) in enumerate(zip(command.log, command.finished, strict=True)):
         if tokens or finished:
-            submit.log.add(choice=choice, tokens=tokens, finished=finished)
+            submit.log.add(choice=choice, tokens=pack_tokens(tokens), finished=finished)
     if command.source is not None:
         source = command.source
         submit.source.worker = source.worker

@@ -14,7 +14,7 @@ import grpc.aio
 from penstock.common.worker_load import WorkerLoad
 from penstock.protos import worker_pb2 as pb
 from penstock.protos import worker_pb2_grpc
-from penstock.protos.worker_codec import decode_worker_load
+from penstock.protos.worker_codec import PROTOCOL, decode_worker_load
 from penstock.router.observability.step_records import StepColumns, step_columns
 from penstock.router.routing import events as ev
 from penstock.router.worker_links import codec
@@ -188,7 +188,7 @@ class WorkerLink:
             self._stub = worker_pb2_grpc.WorkerStub(channel)  # type: ignore[no-untyped-call]
             call = self._stub.Attach(metadata=self._metadata())
             hello = pb.Hello(
-                protocol=codec.PROTOCOL_VERSION,
+                protocol=PROTOCOL,
                 router=self._identity.router,
                 incarnation=self._identity.incarnation,
                 cache_events=True,
@@ -210,10 +210,10 @@ class WorkerLink:
         welcome, kind = first.welcome, first.WhichOneof("body")
         if kind != "welcome":
             raise LinkBroken(f"expected a Welcome message from the worker, received {kind!r}")
-        if welcome.protocol != codec.PROTOCOL_VERSION:
+        if welcome.protocol != PROTOCOL:
             raise LinkBroken(
                 f"the worker uses version {welcome.protocol} of the protocol, and this router uses "
-                f"version {codec.PROTOCOL_VERSION}: run router and workers from one release"
+                f"version {PROTOCOL}: run router and workers from one release"
             )
         if welcome.worker != self.worker:
             raise LinkBroken(

@@ -25,6 +25,8 @@ from penstock.protos.worker_codec import (
     decode_worker_load,
     encode_sampling_params,
     encode_worker_load,
+    pack_tokens,
+    unpack_tokens,
 )
 
 LIMITS = SamplingLimits()
@@ -215,3 +217,16 @@ def test_router_decodes_the_load_that_a_worker_sent(load: WorkerLoad) -> None:
 def test_step_time_beyond_the_range_of_its_field_is_clamped() -> None:
     sent = encode_worker_load(WorkerLoad(last_step_seconds=1e5))
     assert decode_worker_load(sent).last_step_seconds == pytest.approx(2**32 / 1e6)
+
+
+@given(st.lists(COUNTS32, max_size=50))
+def test_packed_tokens_are_little_endian_words(tokens: list[int]) -> None:
+    data = pack_tokens(tokens)
+    assert data == b"".join(token.to_bytes(4, "little") for token in tokens)
+    assert unpack_tokens(data) == tokens
+    assert pack_tokens(tuple(tokens)) == data
+
+
+def test_bytes_that_are_not_whole_words_are_refused() -> None:
+    with pytest.raises(ValueError, match="multiple"):
+        unpack_tokens(b"12345")

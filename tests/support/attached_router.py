@@ -10,6 +10,7 @@ import grpc
 
 from penstock.protos import worker_pb2 as wire
 from penstock.protos import worker_pb2_grpc
+from penstock.protos.worker_codec import PROTOCOL
 
 TIMEOUT_SECONDS = 60.0  # limit in seconds that only failing tests reach
 
@@ -48,7 +49,7 @@ class AttachedRouter:
     async def open(
         self,
         router: str = "router",
-        protocol: int = 1,
+        protocol: int = PROTOCOL,
         heartbeat_seconds: float = 0.2,
         cache_events: bool = False,
     ) -> "AttachedRouter":

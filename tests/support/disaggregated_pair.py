@@ -5,6 +5,7 @@ from itertools import count
 from typing import Any
 
 from penstock.protos import worker_pb2 as wire
+from penstock.protos.worker_codec import pack_tokens
 from tests.support.attached_router import AttachedRouter, greedy
 
 _requests = count(1)
@@ -82,7 +83,7 @@ class YieldedRequest:
             "kv_len": self.kv_len,
             "layout": welcome.layout,
         }
-        log = [wire.ChoiceLog(choice=0, tokens=self.first_tokens)]
+        log = [wire.ChoiceLog(choice=0, tokens=pack_tokens(self.first_tokens))]
         await self.pools.decode.submit(
             self.request,
             self.prompt,

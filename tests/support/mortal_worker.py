@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from penstock.protos import worker_pb2 as pb
+from penstock.protos.worker_codec import unpack_tokens
 from penstock.router.config import RouterConfig
 from tests.support.served_router import Served, serving, until
 from tests.support.stub_worker import Run, StubWorker
@@ -60,5 +61,5 @@ async def interrupted(
         served.router.worker_died(busy.name)
         found = await answer
         (resumed,) = spare.submits
-        assert list(resumed.log[0].tokens) == list(tokens[:position])
+        assert unpack_tokens(resumed.log[0].tokens) == list(tokens[:position])
         return found

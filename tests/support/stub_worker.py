@@ -20,6 +20,7 @@ import grpc.aio
 
 from penstock.protos import worker_pb2 as pb
 from penstock.protos import worker_pb2_grpc
+from penstock.protos.worker_codec import PROTOCOL, TOKEN_BYTES
 
 END_TOKEN = 2
 FIRST_PLAIN_TOKEN = 6
@@ -93,7 +94,7 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
         self.token = token
         self.step_seconds = step_seconds
         self.welcome = pb.Welcome(
-            protocol=1,
+            protocol=PROTOCOL,
             worker=name,
             incarnation=f"{name}-1",
             role=role,
@@ -221,7 +222,7 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
         answer = self.answer(submit.prompt)
         runs = [Run(submit, answer[c:], 0, choice=c) for c in range(max(submit.params.n, 1))]
         for entry in submit.log:
-            runs[entry.choice].position = len(entry.tokens)
+            runs[entry.choice].position = len(entry.tokens) // TOKEN_BYTES
             runs[entry.choice].has_ended = entry.finished
         run = self.runs[key] = runs[0]
         run.others = runs[1:]

@@ -13,7 +13,7 @@ from penstock.common.sampling_params import (
     check_token_ids,
 )
 from penstock.protos import worker_pb2 as wire
-from penstock.protos.worker_codec import decode_sampling_params
+from penstock.protos.worker_codec import decode_sampling_params, unpack_tokens
 from penstock.workers.engine.results import BeamResult, StepResult
 from penstock.workers.engine.step_times import StepRecord
 from penstock.workers.sampling.sampler import TokenLogprobs
@@ -26,7 +26,6 @@ from penstock.workers.scheduling.sequence import (
     usable_source,
 )
 
-PROTOCOL = 1  # version of protos/worker.proto
 MAX_MESSAGE_BYTES = 16 << 20
 MAX_COUNT = 1 << 30
 
@@ -114,6 +113,16 @@ def new_sequence(
     )
 
 
+def _logged(entry: wire.ChoiceLog) -> list[int]:
+    try:
+        return unpack_tokens(entry.tokens)
+    except ValueError:
+        raise BadSubmit(
+            f"the token log of choice {entry.choice} has {len(entry.tokens)} bytes: expected a "
+            "multiple of 4"
+        ) from None
+
+
 def _answers(submit: wire.Submit, params: SamplingParams) -> dict[int, list[int]]:
     """Return the answer so far of each unfinished choice; for a beam search, one [] per beam."""
     if params.use_beam_search:
@@ -132,7 +141,7 @@ def _answers(submit: wire.Submit, params: SamplingParams) -> dict[int, list[int]
             f"the token log of the request has choice {unknown[0]}: expected 0 to {params.n - 1}"
         )
     for entry in submit.log:
-        answers[entry.choice] = list(entry.tokens)
+        answers[entry.choice] = _logged(entry)
         if entry.finished:
             del answers[entry.choice]
     if not answers:

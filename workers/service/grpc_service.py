@@ -20,6 +20,7 @@ from penstock.protos.serving.call_handlers import CallHandlers
 from penstock.protos.serving.connection_guard import ConnectionGuard
 from penstock.protos.serving.health import HealthService, health_handlers
 from penstock.protos.serving.unread_calls import until_written
+from penstock.protos.worker_codec import PROTOCOL
 from penstock.workers.config import WorkerConfig
 from penstock.workers.engine.determinism_check import check_batch_invariance
 from penstock.workers.engine.engine import Engine
@@ -28,7 +29,7 @@ from penstock.workers.health.watchdog import Watchdog
 from penstock.workers.kv_transfer.staging import WorkerIdentity
 from penstock.workers.rank.follower import SERVING_KEY
 from penstock.workers.rank.rank_runtime import ProgressCallback
-from penstock.workers.service.codec import PROTOCOL, step_records_message
+from penstock.workers.service.codec import step_records_message
 from penstock.workers.service.session import Session
 from penstock.workers.service.session_manager import BadCommand, SessionManager
 from penstock.workers.service.worker_port import (

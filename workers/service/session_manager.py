@@ -14,7 +14,7 @@ import grpc
 
 from penstock.common.worker_load import WorkerLoad
 from penstock.protos import worker_pb2 as wire
-from penstock.protos.worker_codec import encode_worker_load
+from penstock.protos.worker_codec import TOKEN_BYTES, encode_worker_load
 from penstock.workers.engine.engine import Engine
 from penstock.workers.engine.engine_thread import EngineThread
 from penstock.workers.engine.results import StepResult
@@ -315,7 +315,7 @@ def _log_fields(submit: wire.Submit) -> dict[str, str | int]:
         "request": submit.request_id,
         "attempt": submit.attempt,
         "prompt_tokens": len(submit.prompt),
-        "answer_tokens": sum(len(each.tokens) for each in submit.log),
+        "answer_tokens": sum(len(each.tokens) // TOKEN_BYTES for each in submit.log),
         "source": submit.source.worker,
     }
 

@@ -10,6 +10,7 @@ import pytest_asyncio
 
 from penstock.protos import inference_pb2 as pb
 from penstock.protos import inference_pb2_grpc
+from penstock.protos.worker_codec import unpack_tokens
 from tests.support.served_router import Served
 from tests.support.tokenizers import byte_level
 
@@ -88,7 +89,9 @@ async def test_worker_receives_all_earlier_tokens_and_unchanged_parameters(
     sampling = pb.Sampling(seed=7, min_tokens=3, max_tokens=9, presence_penalty=1.0)
     await generate(channel, sampling=sampling, resume_from=[resume_from(tokens[:5])])
     (submit,) = sentence_served.worker.submits
-    assert [(entry.choice, list(entry.tokens)) for entry in submit.log] == [(0, tokens[:5])]
+    assert [(entry.choice, unpack_tokens(entry.tokens)) for entry in submit.log] == [
+        (0, tokens[:5])
+    ]
     assert (submit.params.min_tokens, submit.params.max_tokens, submit.params.seed) == (3, 9, 7)
 
 

@@ -5,7 +5,7 @@ import pytest
 from penstock.common.sampling_params import SamplingParams
 from penstock.common.worker_load import WorkerLoad
 from penstock.protos import worker_pb2 as pb
-from penstock.protos.worker_codec import decode_sampling_params
+from penstock.protos.worker_codec import decode_sampling_params, unpack_tokens
 from penstock.router.routing import events as ev
 from penstock.router.routing.prefix_cache.cache_events import (
     CacheChange,
@@ -31,7 +31,7 @@ def test_submit_carries_every_field() -> None:
     assert list(submit.prompt) == [1, 2, 3]
     assert decode_sampling_params(submit.params) == PARAMS
     assert (submit.salt, submit.request_id) == (b"tenant", "order-66")
-    logs = [(log.choice, list(log.tokens), log.finished) for log in submit.log]
+    logs = [(log.choice, unpack_tokens(log.tokens), log.finished) for log in submit.log]
     assert logs == [(0, [4, 5], False), (1, [], True)]
     assert submit.source == pb.Source(
         worker="p0", incarnation="p0-1", attempt=1, kv_len=5, layout="layout"

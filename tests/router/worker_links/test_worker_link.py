@@ -9,6 +9,7 @@ import pytest_asyncio
 
 from penstock.common.sampling_params import SamplingParams
 from penstock.protos import worker_pb2 as pb
+from penstock.protos.worker_codec import PROTOCOL
 from penstock.router.routing import events as ev
 from penstock.router.worker_links import worker_link
 from penstock.router.worker_links.worker_link import RouterIdentity, WorkerLink
@@ -59,7 +60,7 @@ async def test_link_sends_hello_and_delivers_events(worker: StubWorker, received
     assert isinstance(up, ev.WorkerUp)
     assert (up.info.worker, up.info.role, up.info.max_model_len) == ("w0", "mixed", 2048)
     hello = worker.hellos[0]
-    assert (hello.protocol, hello.router, hello.incarnation) == (1, "router-7", "fresh")
+    assert (hello.protocol, hello.router, hello.incarnation) == (PROTOCOL, "router-7", "fresh")
     worker.stepping.clear()
     link.send(ev.Submit("w0", REQUEST, 1, ((),), (False,), None, 0))
     await until(lambda: worker.runs)

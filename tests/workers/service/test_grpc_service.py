@@ -14,11 +14,11 @@ import pytest_asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from penstock.protos import worker_pb2 as wire
+from penstock.protos.worker_codec import PROTOCOL, pack_tokens
 from penstock.workers.config import WorkerConfig
 from penstock.workers.engine.engine import Engine
 from penstock.workers.engine.model_runner import ModelRunner
 from penstock.workers.scheduling.sequence import StepPlan
-from penstock.workers.service.codec import PROTOCOL
 from penstock.workers.service.grpc_service import RunningWorker, serve_worker
 from tests.support.attached_router import AttachedRouter, greedy
 from tests.support.engines import run_greedy
@@ -122,9 +122,9 @@ async def test_missing_or_wrong_token_is_unauthenticated(
 
 
 async def test_other_protocol_version_is_refused(worker: RunningWorker) -> None:
-    error = await refusal_of(worker.address, "secret", protocol=2)
+    error = await refusal_of(worker.address, "secret", protocol=9)
     assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
-    assert "protocol 2 and this worker 1" in error.details()
+    assert f"protocol 9 and this worker {PROTOCOL}" in error.details()
 
 
 async def test_first_message_other_than_hello_is_refused(worker: RunningWorker) -> None:
@@ -146,7 +146,7 @@ async def test_unexpected_message_number_closes_the_stream(
     assert "expected 2" in error.details()
 
 
-@pytest.mark.parametrize("body", [{}, {"hello": wire.Hello(protocol=1, router="again")}])
+@pytest.mark.parametrize("body", [{}, {"hello": wire.Hello(protocol=PROTOCOL, router="again")}])
 async def test_invalid_message_closes_the_stream(
     router: AttachedRouter, body: dict[str, Any]
 ) -> None:
@@ -257,7 +257,7 @@ async def test_request_continues_from_its_token_log(
     router: AttachedRouter, reference: Reference
 ) -> None:
     whole = await reference(PROMPT, 20)
-    log = [wire.ChoiceLog(choice=0, tokens=whole[:7])]
+    log = [wire.ChoiceLog(choice=0, tokens=pack_tokens(whole[:7]))]
     await router.submit(1, PROMPT, greedy(20), log=log, attempt=3)
     assert await router.answer(1, 3) == whole[7:]
     assert router.positions[1, 3] == 20
@@ -367,7 +367,7 @@ async def test_lease_is_kept_after_a_later_attempt_until_it_is_dropped(
     yielded = await router.message("yielded", 1)
     assert yielded.kv_len == len(PROMPT)
     await router.until(lambda: router.load.leased_blocks == 3)
-    log = [wire.ChoiceLog(choice=0, tokens=router.answers[1, 1])]
+    log = [wire.ChoiceLog(choice=0, tokens=pack_tokens(router.answers[1, 1]))]
     await router.submit(1, PROMPT, greedy(10), log=log, attempt=2)
     await router.answer(1, 2)
     assert router.answers[1, 1] + router.answers[1, 2] == await reference(PROMPT, 10)
@@ -421,9 +421,9 @@ async def test_choices_continue_from_their_token_logs(
 ) -> None:
     expected = await reference(PROMPT, 20)
     log = [
-        wire.ChoiceLog(choice=0, tokens=expected[:7]),
-        wire.ChoiceLog(choice=1, tokens=expected[:3], finished=True),
-        wire.ChoiceLog(choice=2, tokens=expected[:12]),
+        wire.ChoiceLog(choice=0, tokens=pack_tokens(expected[:7])),
+        wire.ChoiceLog(choice=1, tokens=pack_tokens(expected[:3]), finished=True),
+        wire.ChoiceLog(choice=2, tokens=pack_tokens(expected[:12])),
     ]
     await router.submit(1, PROMPT, greedy(20, n=3), log=log, attempt=2)
     await router.until(lambda: {(1, 2), (1, 2, 2)} <= router.finishes.keys())
@@ -494,9 +494,16 @@ async def test_beam_search_is_sent_in_one_step_at_its_end(router: AttachedRouter
             {"params": greedy(5, bad_words=[wire.BadWord(tokens=[3])] * 1025)},
             "at most 1024 token sequences",
         ),
-        ({"log": [wire.ChoiceLog(choice=0, tokens=[3] * 5)]}, "answer so far has 5 tokens"),
-        ({"log": [wire.ChoiceLog(choice=0, tokens=[VOCAB_SIZE])]}, "answer so far"),
-        ({"log": [wire.ChoiceLog(choice=1, tokens=[3])]}, "has choice 1: expected 0 to 0"),
+        (
+            {"log": [wire.ChoiceLog(choice=0, tokens=pack_tokens([3] * 5))]},
+            "answer so far has 5 tokens",
+        ),
+        ({"log": [wire.ChoiceLog(choice=0, tokens=pack_tokens([VOCAB_SIZE]))]}, "answer so far"),
+        ({"log": [wire.ChoiceLog(choice=0, tokens=b"12345")]}, "has 5 bytes: expected a multiple"),
+        (
+            {"log": [wire.ChoiceLog(choice=1, tokens=pack_tokens([3]))]},
+            "has choice 1: expected 0 to 0",
+        ),
         ({"log": [wire.ChoiceLog(choice=0, finished=True)]}, "finished"),
         ({"salt": b"x" * 1000}, "salt"),
         ({"params": search_params(1)}, "best_of must be a whole number|best_of from 2 to 256"),
@@ -511,7 +518,7 @@ async def test_beam_search_is_sent_in_one_step_at_its_end(router: AttachedRouter
         ({"params": search_params(4, length_penalty=5.5)}, "length_penalty must be"),
         ({"params": search_params(4, early_stopping=7)}, "early_stopping must be"),
         (
-            {"params": search_params(2), "log": [wire.ChoiceLog(tokens=[3])]},
+            {"params": search_params(2), "log": [wire.ChoiceLog(tokens=pack_tokens([3]))]},
             "cannot continue an answer",
         ),
     ],

@@ -14,6 +14,7 @@ from penstock.common.grammar.matcher import CompiledGrammar
 from penstock.common.structured_outputs import StructuredOutputs
 from penstock.common.text.tokenizer import ModelTokenizer
 from penstock.protos import worker_pb2 as wire
+from penstock.protos.worker_codec import pack_tokens
 from penstock.workers.config import WorkerConfig
 from penstock.workers.service.grpc_service import RunningWorker, serve_worker
 from tests.support.attached_router import AttachedRouter, greedy
@@ -59,7 +60,7 @@ async def test_answer_has_its_form_and_continues_from_its_log(router: AttachedRo
     await router.submit(1, PROMPT, params)
     whole = await router.answer(1)
     assert set(json.loads(TOKENIZER.token_bytes.decode(whole))) <= {"red", "blue"}
-    log = [wire.ChoiceLog(choice=0, tokens=whole[:2])]
+    log = [wire.ChoiceLog(choice=0, tokens=pack_tokens(whole[:2]))]
     await router.submit(2, PROMPT, params, log=log)
     assert await router.answer(2) == whole[2:]
 
@@ -87,7 +88,7 @@ async def test_form_that_cannot_be_followed_is_rejected_for_ever(
     router: AttachedRouter, kind: str, text: str, log: list[int], words: str
 ) -> None:
     params = constrained(20, form(kind, text))
-    entries = [wire.ChoiceLog(choice=0, tokens=log)] if log else []
+    entries = [wire.ChoiceLog(choice=0, tokens=pack_tokens(log))] if log else []
     await router.submit(1, PROMPT, params, log=entries)
     await router.until(lambda: rejections(router))
     ((request, never, reason),) = rejections(router)

@@ -17,9 +17,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from penstock.protos import worker_pb2 as wire
 from penstock.protos.serving import connection_guard
+from penstock.protos.worker_codec import PROTOCOL
 from penstock.workers.config import WorkerConfig
 from penstock.workers.service import grpc_service, session, worker_port
-from penstock.workers.service.codec import PROTOCOL
 from penstock.workers.service.grpc_service import RunningWorker, serve_worker
 from tests.support.attached_router import AttachedRouter, greedy
 from tests.support.raw_http2 import (
