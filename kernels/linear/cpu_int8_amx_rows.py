@@ -187,7 +187,7 @@ def _serial(
     shifts: Sums,  # [blocks * BLOCK_COLUMNS] initial values of the sums
     scales: Floats,  # [blocks * BLOCK_COLUMNS] scales of the rows of W
     bias: Floats,  # [blocks * BLOCK_COLUMNS]
-    gate: int,  # see `gate_kinds`
+    gate: int,  # NO_GATE, or the gated activation (`gate_kinds`)
     y: Floats,  # [T * blocks * BLOCK_COLUMNS], with a gate [T * blocks * BLOCK_COLUMNS / 2]
 ) -> None:
     """Compute the linear layer's output y in one thread."""

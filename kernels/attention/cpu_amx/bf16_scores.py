@@ -9,9 +9,12 @@ import numpy.typing as npt
 
 from penstock.kernels.attention.cpu_amx.intrinsics import split_row, transpose, transpose_sum
 from penstock.kernels.attention.cpu_amx.layout import BF16_STEP, CHUNK, SPLITS
-from penstock.kernels.attention.cpu_amx.products import few_rows_times_keys, rows_times_keys
+from penstock.kernels.attention.cpu_amx.products import (
+    few_rows_times_keys,
+    rows_times_keys,
+    write_query_tiles,
+)
 from penstock.kernels.cpu_common.amx import ROWS, TILE
-from penstock.kernels.cpu_common.amx_schedule import NUM_SPLITS
 from penstock.kernels.cpu_common.late_codegen import inner
 from penstock.kernels.cpu_common.simd import load_wide, store, vadd
 
@@ -25,7 +28,7 @@ def split_queries(
     query: Any, start: int, num_rows: int, group: int, head: int, scale: float, few: bool,
     splits: Floats, q: Floats,
 ) -> None:  # fmt: skip
-    """Write the parts of the scaled query rows to tiles in `q`, with one column per query row.
+    """Write the splits of the scaled query rows to tiles in `q`, with one column per query row.
 
     Few rows: [D / 32] tiles. More rows: [rows / 16, D / 32, 3] tiles. `splits` is scratch.
     """
@@ -35,12 +38,7 @@ def split_queries(
             for r in range(begin, min(begin + ROWS, num_rows)):
                 x = query[start + r // group, head * group + r % group]
                 split_row(x, step * BF16_STEP, scale, splits, (r - begin) * ROWS, apart)
-            if few:
-                transpose(splits, 0, q, step * TILE, ROWS)
-            else:
-                at = (begin // ROWS * steps + step) * SPLITS
-                for split in range(NUM_SPLITS):
-                    transpose(splits, split * TILE, q, at + split * TILE, ROWS)
+            write_query_tiles(splits, few, begin // ROWS * steps + step, q)
 
 
 @inner()
@@ -71,7 +69,7 @@ def many_scores(
     rows: Halves, values_at: int, starts: Longs, head_dim: int, num_rows: int, q: Floats,
     found: Floats, scores: Floats, span: int,
 ) -> None:  # fmt: skip
-    """Do the work of `few_scores` for more query rows."""
+    """Compute the same as `few_scores`, for more query rows."""
     num_tiles = span // ROWS
     for begin in range(0, num_tiles, CHUNK):
         end = min(begin + CHUNK, num_tiles)

@@ -40,9 +40,10 @@ def _prepare_values(
     rows: Halves, first: int, second: int, head_dim: int, begin: int, end: int, tail: Halves,
     tiles: Floats, into: int,
 ) -> None:  # fmt: skip
-    """Do the work of `_interleave_values`, with zeros outside the positions [begin, end).
+    """Write the tiles of the values of 32 positions, with zeros outside of [begin, end).
 
-    The other slots may contain anything, and 0 * NaN is not 0. `tail` is scratch [32 * D].
+    The slots outside may contain NaN, and 0 * NaN is not 0. `tail` is a scratch array of 32 * D
+    elements. The other arguments are those of `_interleave_values`.
     """
     if begin <= 0 and end >= BF16_STEP:
         _interleave_values(rows, first, second, head_dim, tiles, into)
@@ -61,9 +62,10 @@ def add_values(
     num_rows: int, few: bool, scores: Floats, span: int, splits: Floats, values: Floats,
     tail: Halves, sums: Floats,
 ) -> None:  # fmt: skip
-    """Compute the weighted sums of the values, separately for each part of the weights.
+    """Compute the weighted sums of the values, with separate sums for each split of the weights.
 
-    Only the positions [begin, end) have values. The arguments from `splits` to `tail` are scratch.
+    The slots of positions outside of [begin, end) contain no values. `splits`, `values` and `tail`
+    are scratch arrays.
     """
     num_tiles = span // ROWS
     apart = num_rows * ROWS if few else TILE

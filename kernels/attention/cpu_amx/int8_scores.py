@@ -15,9 +15,12 @@ from penstock.kernels.attention.cpu_amx.int8_intrinsics import (
 )
 from penstock.kernels.attention.cpu_amx.intrinsics import transpose
 from penstock.kernels.attention.cpu_amx.layout import CHUNK, INT8_STEP, SPLITS, attended_tiles
-from penstock.kernels.attention.cpu_amx.products import few_rows_times_keys, rows_times_keys
+from penstock.kernels.attention.cpu_amx.products import (
+    few_rows_times_keys,
+    rows_times_keys,
+    write_query_tiles,
+)
 from penstock.kernels.cpu_common.amx import ROWS, TILE
-from penstock.kernels.cpu_common.amx_schedule import NUM_SPLITS
 from penstock.kernels.cpu_common.late_codegen import inner
 from penstock.kernels.cpu_common.simd import float_of_bits, load_wide, splat_wide, store, vmul
 from penstock.kernels.kv_cache.cpu_blocks import SCALE_BYTES
@@ -96,12 +99,7 @@ def split_queries(
             for r in range(begin, min(begin + ROWS, num_rows)):
                 x = query[start + r // group, head * group + r % group]
                 split_digits(x, step * INT8_STEP, factors[r], splits, (r - begin) * ROWS, apart)
-            if few:
-                transpose(splits, 0, q, step * TILE, ROWS)
-            else:
-                at = (begin // ROWS * steps + step) * SPLITS
-                for split in range(NUM_SPLITS):
-                    transpose(splits, split * TILE, q, at + split * TILE, ROWS)
+            write_query_tiles(splits, few, begin // ROWS * steps + step, q)
 
 
 @inner()
@@ -132,7 +130,7 @@ def many_scores(
     rows: Codes, values_at: int, starts: Longs, head_dim: int, num_rows: int, q: Floats,
     found: Floats, scores: Floats, span: int,
 ) -> None:  # fmt: skip
-    """Do the work of `few_scores` for more query rows."""
+    """Compute the same as `few_scores`, for more query rows."""
     num_tiles = span // ROWS
     for begin in range(0, num_tiles, CHUNK):
         end = min(begin + CHUNK, num_tiles)

@@ -37,7 +37,7 @@ _TILES = INT8_STEP // ROWS
 def _interleave_values(
     rows: Codes, values_at: int, starts: Longs, number: int, head_dim: int, tiles: Floats, into: int
 ) -> None:
-    """Write the tiles of the values of 64 positions, which begin with key tile `number`."""
+    """Write the tiles of the values of 64 positions, from the first one of key tile `number` on."""
     num_tiles = len(starts) - AHEAD
     for tile in range(_TILES):
         at = values_at + starts[number + tile]

@@ -104,7 +104,7 @@ def number_of(value: int):
 
 
 def vector_at(context, builder, signature, arguments, array, offsets, kind):
-    """Emit the address that `bytes_at` emits, as a pointer to a vector of type `kind`."""
+    """Return the address from `bytes_at` as a pointer to a vector of type `kind`."""
     pointer = bytes_at(context, builder, signature, arguments, array, offsets)
     return builder.bitcast(pointer, kind.as_pointer())
 
@@ -121,7 +121,7 @@ def splat(builder, value):
 
 @simd_intrinsic
 def split_row(typing, values, at, factor, splits, into, apart):
-    """Split the 32 float32 `values[at:] * factor` into three parts, each a row of 16 words.
+    """Split the 32 float32 `values[at:] * factor` into three rows of 16 words.
 
     The rows begin at `splits[into]`, `splits[into + apart]` and `splits[into + 2 * apart]`. A word
     has two successive values.
@@ -150,9 +150,9 @@ def split_row(typing, values, at, factor, splits, into, apart):
 
 @simd_intrinsic
 def write_features(typing, sums, at, tile_step, split_step, factor, out, out_at):
-    """Write 32 features of a query row to `out[out_at:]`: the sum of three parts times `factor`.
+    """Write 32 features of a query row to `out[out_at:]`: the sum of three splits times `factor`.
 
-    The sums of the parts begin at `sums[at]`, `sums[at + split_step]` and
+    The sums of the splits begin at `sums[at]`, `sums[at + split_step]` and
     `sums[at + 2 * split_step]` in the order of the first row of `interleave`, and `tile_step` words
     later in the order of the second row.
     """
@@ -221,7 +221,8 @@ def interleave(typing, values, first, second, tiles, into):
 
 def emit_transpose(builder, rows):
     """Emit the transpose of 16 vectors of 16 words. The result is a list of vectors."""
-    # Each round interleaves the first eight rows with the last eight. Four rounds transpose.
+    # Each round interleaves the first eight rows with the last eight. Four rounds
+    # transpose the tile.
     halves = [[j for i in range(h, h + 8) for j in (i, i + 16)] for h in (0, 8)]
     for _ in range(4):
         rows = [shuffle(builder, rows[i], rows[i + 8], lanes) for i in range(8) for lanes in halves]

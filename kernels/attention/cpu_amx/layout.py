@@ -21,13 +21,13 @@ Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
 
 MAX_FEW_ROWS = ROWS // NUM_SPLITS
-"""Largest number of query rows whose parts fit into one tile."""
+"""Largest number of query rows whose splits fit into one tile."""
 
 BF16_STEP, INT8_STEP = 32, 64
 """Features of a tile of keys, and positions of a tile of values."""
 
 SPLITS = NUM_SPLITS * TILE
-"""Size of the tiles with the three parts of 16 query rows, in words."""
+"""Size of the tiles with the three splits of 16 query rows, in words."""
 
 CHUNK = 8
 """Number of steps of 32 (bfloat16) or 64 (INT8) positions for which tiles are prepared before they

@@ -17,9 +17,11 @@ from penstock.kernels.attention.cpu_amx.intrinsics import (
     tile_multiply,
     tile_store,
     tile_zero,
+    transpose,
 )
 from penstock.kernels.attention.cpu_amx.layout import SPLITS, prefetch_ahead
 from penstock.kernels.cpu_common.amx import ROWS, TILE
+from penstock.kernels.cpu_common.amx_schedule import NUM_SPLITS
 from penstock.kernels.cpu_common.late_codegen import inner
 
 Floats = npt.NDArray[np.float32]
@@ -37,6 +39,20 @@ _keys_0, _keys_1, _keys_2 = (tile_multiply(each, 3, 4 + each) for each in range(
 _values_0, _values_1, _values_2 = (tile_multiply(each, 4 + each, 3) for each in range(3))
 _values_few_4, _values_few_5 = tile_multiply(4, 3, 0), tile_multiply(5, 3, 1)
 _values_few_6, _values_few_7 = tile_multiply(6, 3, 2), tile_multiply(7, 3, 0)
+
+
+@inner()
+def write_query_tiles(splits: Floats, few: bool, number: int, q: Floats) -> None:
+    """Transpose the splits of query rows, which are rows in `splits`, to columns of tiles in `q`.
+
+    Few query rows have one tile, which is tile `number` of `q`. More rows have three tiles, one for
+    each split, which are group `number` of such tiles.
+    """
+    if few:
+        transpose(splits, 0, q, number * TILE, ROWS)
+    else:
+        for split in range(NUM_SPLITS):
+            transpose(splits, split * TILE, q, number * SPLITS + split * TILE, ROWS)
 
 
 @inner()
@@ -65,7 +81,7 @@ def rows_times_keys(
     rows: Any, values_at: int, starts: Longs, begin: int, end: int, head_dim: int, row: int,
     q: Floats, found: Floats,
 ) -> None:  # fmt: skip
-    """Do the work of `few_rows_times_keys` for 16 query rows from `row` on.
+    """Multiply the key tiles [begin, end) by 16 query rows, the first of which is `row`.
 
     For each key tile, three tiles are stored, one for each split of the query rows.
     """

@@ -1,4 +1,4 @@
-"""Softmax weights of attention with AMX."""
+"""Softmax of attention scores, for attention with AMX."""
 
 # mypy: disable-error-code="no-untyped-call"
 
