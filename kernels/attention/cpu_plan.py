@@ -15,9 +15,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from penstock.kernels.attention.cpu_amx.support import uses_amx
 from penstock.kernels.attention.score_mod import PLAIN, ScoreMod
 from penstock.kernels.cpu_common.numba_runtime import configure_numba
-from penstock.kernels.kv_cache.format import flat_array, format_of
+from penstock.kernels.kv_cache.format import flat_array, format_of, num_features
 
 Ints = npt.NDArray[np.integer[Any]]
 
@@ -30,6 +31,12 @@ def supports_cpu_paged(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cpu" and bool(format_of(dtype).array_dtype)
 
 
+def reads_with_amx(layer: Tensor) -> bool:
+    """Return whether the CPU kernel computes attention over this layer's cache with AMX."""
+    array_dtype = format_of(layer.dtype).array_dtype
+    return bool(array_dtype) and uses_amx(array_dtype, num_features(layer), layer.shape[3])
+
+
 def loops_name(dtype: torch.dtype) -> str:
     """Return the name of the group of compiled loops for a KV cache of this dtype."""
     return f"attention-{format_of(dtype).name}"
@@ -39,6 +46,13 @@ def load_cpu_kernels(dtype: torch.dtype) -> None:
     """Load the kernel for a KV cache of this dtype from disk; compile it if it is not there."""
     _kernel(dtype)
 
+
+MAX_SCORES = 1 << 20
+"""Largest number of scores of a tile with AMX, so that they fit in the caches: 4 MiB. A tile of
+MIN_ROWS rows may have more."""
+
+MIN_ROWS = 16
+"""Number of query rows that fill the tiles of AMX."""
 
 MAX_ROWS = 96
 """Maximum number of query rows of a tile; a tile of a single token may have more. The number of
@@ -89,6 +103,23 @@ class CpuPagedPlan:
             self.tiles[tokens] = found.astype(np.int32, copy=False)
         return self.tiles[tokens]
 
+    def _tile_tokens(self, group: int, num_kv_heads: int, layer: Tensor) -> int:
+        """Return the maximum number of tokens per tile.
+
+        Args:
+            group: number of query heads per KV head.
+            num_kv_heads: number of KV heads.
+            layer: the cache of a layer.
+        """
+        num_rows, lengths = MAX_ROWS, self.spans[:, 2]
+        if reads_with_amx(layer):
+            longest = int((self.spans[:, 3] + lengths).max(initial=1))
+            seen = min(longest, self.window + MAX_ROWS) if self.window else longest
+            num_rows = max(MIN_ROWS, min(MAX_ROWS, MAX_SCORES // seen))
+        # With few tokens, the tiles become smaller, so that every thread gets one.
+        per_thread = -(-int(lengths.sum()) * num_kv_heads // torch.get_num_threads())
+        return max(1, min(num_rows // group, per_thread))
+
     def attend_(self, out: Tensor, query: Tensor, layer: Tensor, scores: ScoreMod = PLAIN) -> None:
         """Compute attention for the tokens of this plan, and write the results to `out`.
 
@@ -116,7 +147,7 @@ class CpuPagedPlan:
             num_kv_heads,
             block_size,
             self.tables,
-            self._tiles(max(1, MAX_ROWS // (num_heads // num_kv_heads))),
+            self._tiles(self._tile_tokens(num_heads // num_kv_heads, num_kv_heads, layer)),
             self.window,
             1 / math.sqrt(head_dim) if scores.scale is None else scores.scale,
             scores.cap,

@@ -16,8 +16,9 @@ arithmetic is then float32. A query of any dtype may read an FP8 or INT8 cache.
 all layers with the same window. If the lengths are on the GPU, `plan_attention_on_device` is called
 instead. On a GPU, Triton kernels read the blocks in place (`attention/triton`, planned by
 `attention/triton_plan` and launched by `attention/triton_launch`). On a CPU, numba loops read the
-blocks of single tokens and short sequences in place (`attention/cpu_plan`). For other sequences,
-torch computes attention over gathered blocks (`attention/torch_gather`).
+blocks of single tokens and short sequences in place (`attention/cpu_plan`), and with AMX those of
+all sequences. For other sequences, torch computes attention over gathered blocks
+(`attention/torch_gather`).
 """
 
 from dataclasses import dataclass

@@ -22,20 +22,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from numba.core import types
+from numba.np.numpy_support import as_dtype
 
 from penstock.kernels.attention.cpu_amx.bf16 import attend_bf16, bf16_scratch_size
 from penstock.kernels.attention.cpu_amx.int8 import attend_int8, int8_scratch_size
 from penstock.kernels.attention.cpu_amx.layout import AHEAD
+from penstock.kernels.attention.cpu_amx.support import FEATURES, POSITIONS, has_amx_loops
 from penstock.kernels.cpu_common.amx import ROWS, tilerelease
-from penstock.kernels.cpu_common.cpu_features import has_amx
 from penstock.kernels.cpu_common.late_codegen import inner, inner_overload
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
-
-FEATURES = 64
-"""The number of features per head must be a multiple of this."""
 
 
 @inner()
@@ -53,7 +51,7 @@ def count_starts(context: int) -> int:
 
 def _has_amx_loops(rows: Any) -> bool:
     """Return whether numba's type `rows` is a cache that these loops support."""
-    return rows.dtype in (types.uint16, types.int8) and has_amx()
+    return has_amx_loops(as_dtype(rows.dtype))
 
 
 def amx_scratch_size(rows: Any, num_rows: int, context: int, head_dim: int) -> int:
@@ -120,7 +118,7 @@ def _attend_code(
         start, tile, kv_layout, query, rows, values_at, table, scale, cap, sinks, slopes, scratch,
         starts, shapes, out, next_tile, next_layout, next_table,
     ):  # fmt: skip
-        if query.shape[2] % FEATURES or kv_layout[2] % ROWS:
+        if query.shape[2] % FEATURES or kv_layout[2] % POSITIONS:
             return False
         work(
             start, tile, kv_layout, query, rows, values_at, table, scale, cap, sinks, slopes,

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from penstock.kernels.attention import op as attention
 from penstock.kernels.attention import torch_gather
+from penstock.kernels.attention.cpu_amx import support
 from penstock.kernels.attention.op import paged_attention, paged_attention_reference, plan_attention
 from penstock.kernels.attention.score_mod import PLAIN, ScoreMod
 from penstock.kernels.attention.torch_gather import GatheredPlan
@@ -23,7 +24,7 @@ from tests.support.batches import Batch, make_batch, poison
 
 @contextmanager
 def forced_form(
-    reads_in_place: bool, max_in_place: int = torch_gather.MAX_PADDING
+    reads_in_place: bool, max_in_place: int = torch_gather.MAX_PAGED_CONTEXT
 ) -> Iterator[None]:
     """Make plans read single tokens and contexts of up to `max_in_place` positions in place.
 
@@ -31,7 +32,7 @@ def forced_form(
     """
     with (
         mock.patch.object(attention, "supports_cpu_paged", return_value=reads_in_place),
-        mock.patch.object(torch_gather, "MAX_PADDING", max_in_place),
+        mock.patch.object(torch_gather, "MAX_PAGED_CONTEXT", max_in_place),
     ):
         yield
 
@@ -116,6 +117,29 @@ def test_decodes_of_very_different_lengths_are_padded_separately() -> None:
     assert len(plan.decodes) == 2
     assert len(plan.gathered) < 2 * 4 * (94 + 94 + 3)
     check(lengths, (4, 1, 64), 16, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "head_dim", "block_size", "in_place"),
+    [
+        ("bfloat16", 64, 16, True),
+        ("int8", 128, 32, True),
+        ("bfloat16", 80, 16, False),
+        ("bfloat16", 64, 8, False),
+        ("float32", 64, 16, False),
+        ("fp8", 64, 16, False),
+    ],
+)
+@pytest.mark.parametrize("amx", [True, False])
+def test_long_chunks_are_read_in_place_with_amx(
+    name: str, head_dim: int, block_size: int, in_place: bool, amx: bool
+) -> None:
+    batch, num_blocks = make_batch([(5, torch_gather.MAX_PAGED_CONTEXT + 1)], block_size, 0)
+    layer = to_cache(torch.zeros(2, num_blocks, 1, block_size, head_dim), FORMATS[name])
+    with forced_form(reads_in_place=True), mock.patch.object(support, "has_amx", return_value=amx):
+        plan = plan_attention(*batch, layer).backend
+    assert isinstance(plan, GatheredPlan)
+    assert (plan.paged is not None) == (not plan.chunks) == (in_place and amx)
 
 
 def test_bfloat16() -> None:

@@ -1,10 +1,13 @@
 """Paged attention on CPUs over KV caches in float32, bfloat16, FP8 and INT8."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from penstock.kernels.attention import cpu_plan
 from penstock.kernels.attention.cpu_plan import CpuPagedPlan
 from penstock.kernels.attention.op import paged_attention_reference
 from penstock.kernels.attention.score_mod import ScoreMod
@@ -99,6 +102,50 @@ def test_bits_over_an_int8_cache_do_not_depend_on_chunking(
 ) -> None:
     lengths = [(1, 1), (9, 90), (33, 33), (1, 16), (20, 300)]
     check_bits_do_not_depend_on_chunking(lengths, heads, block_size, window)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("max_scores", [1 << 20, 1])
+def test_chunks_of_long_contexts(
+    name: str, max_scores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The values of a context are multiplied in chunks of 512 positions at most."""
+    monkeypatch.setattr(cpu_plan, "MAX_SCORES", max_scores)
+    batch, num_blocks = make_batch([(40, 1100), (1, 700), (70, 600)], 16, seed=4)
+    layer = cache_of(torch.randn(2, num_blocks, 2, 16, 64), FORMATS[name], batch)
+    query, sinks = torch.randn(int(batch[0][-1]), 6, 64), torch.randn(6)
+    exact = paged_attention_reference(
+        query.double(), dequantize(layer, torch.float64), *batch, 0,
+        ScoreMod(cap=5.0, sinks=sinks.double()),
+    )  # fmt: skip
+    found = attend(query, layer, batch, ScoreMod(cap=5.0, sinks=sinks), 0)
+    torch.testing.assert_close(found, exact.float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "context", "window", "group", "num_threads", "tile_tokens"),
+    [
+        (512, 512, 0, 3, 2, 32),
+        (512, 16_384, 0, 3, 2, 21),  # 2^20 scores
+        (512, 131_072, 0, 3, 2, 5),  # not fewer than 16 rows
+        (512, 131_072, 1_000, 3, 2, 32),
+        (20, 16_384, 0, 1, 2, 20),
+        (20, 16_384, 0, 1, 10, 4),  # one tile for each thread
+        (512, 512, 0, 200, 2, 1),
+    ],
+)
+def test_size_of_tiles_with_amx(
+    num_tokens: int, context: int, window: int, group: int, num_threads: int, tile_tokens: int
+) -> None:
+    layer = torch.empty(2, 1, 2, 16, 64, dtype=torch.int8)
+    contexts = np.array([context], np.int32)
+    starts, tables = np.array([0, num_tokens], np.int32), np.zeros((1, 1), np.int32)
+    plan = CpuPagedPlan.of(np.arange(1), starts, contexts, tables, window)
+    with (
+        mock.patch.object(cpu_plan, "uses_amx", return_value=True),
+        mock.patch.object(torch, "get_num_threads", return_value=num_threads),
+    ):
+        assert plan._tile_tokens(group, 2, layer) == tile_tokens
 
 
 def test_bits_at_the_position_where_sums_continue_as_float32() -> None:
