@@ -29,7 +29,8 @@ def multiply_int8(num_rows: int, num_columns: int):
     """Return an intrinsic that adds A B to the accumulators in registers 0 to 3.
 
     The accumulators form a grid of `num_rows` by `num_columns` tiles. A is `qvalues[qvalues_at:]`
-    with rows of `width` bytes. B is `weights[weights_at:]` with contiguous column tiles.
+    with rows of `width` bytes. B is `weights[weights_at:]` with column tiles that are 16 * `width`
+    bytes apart.
     """
 
     @simd_intrinsic
@@ -43,7 +44,7 @@ def multiply_int8(num_rows: int, num_columns: int):
                 call(builder, "llvm.x86.tileloadd64", _register(4 + row), pointer, width)
             spare = 4 - num_rows  # number of operand registers that are left for column tiles
             for column in range(num_columns):
-                along = ir.Constant(_NUMBER, column * TILE)
+                along = builder.mul(width, ir.Constant(_NUMBER, column * ROWS))
                 pointer = bytes_at(context, builder, signature, arguments, 3, [weights_at, along])
                 register = _register(4 + num_rows + column % spare)
                 call(builder, "llvm.x86.tileloadd64", register, pointer, tile_bytes)

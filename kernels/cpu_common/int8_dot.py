@@ -38,9 +38,8 @@ from penstock.kernels.cpu_common.emit import (
 )
 from penstock.kernels.cpu_common.simd import simd_intrinsic
 
-TILE_K, TILES_ACROSS = 64, 4
-"""Number of inputs per step, and number of tiles of 16 outputs per block, as in
-`linear/cpu_packed_int8`."""
+BLOCK_STRIPS = 4
+"""Number of strips of 16 outputs per block, as in `linear/cpu_packed_int8`."""
 
 MAX_ROWS = 6 if LANES == 16 else 4
 """Maximum number of rows of `multiply_rows`. The sums of these rows, the weights and the inputs of
@@ -49,10 +48,7 @@ one row fit in the registers: 32 with AVX-512, 16 with AVX2."""
 SIGNED_INPUTS = LANES != 16
 """Whether inputs are signed bytes without a zero point (AVX2)."""
 
-_TILE_OUTPUTS = 16
-_QUADS = TILE_K // 4  # number of 32-bit words per step; a word contains four inputs
-_TILE_BYTES = _QUADS * _TILE_OUTPUTS * 4
-_STEP_BYTES = TILES_ACROSS * _TILE_BYTES
+_STRIP_OUTPUTS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +60,6 @@ class _Block:
     width: Any
     weights: Any
     weights_at: Any
-    num_steps: Any
     starts: Any
     column: Any
     sums: Any
@@ -75,32 +70,31 @@ def multiply_rows(num_rows: int, ahead: int):
 
     Args:
         num_rows: 1 to MAX_ROWS.
-        ahead: prefetch distance in bytes: weights are prefetched this far after the weights in use.
-            0 means that nothing is prefetched.
+        ahead: prefetch distance in inputs: while the weights of input k are multiplied, those of
+            input k + `ahead` are prefetched. 0 means that nothing is prefetched.
     """
 
     @simd_intrinsic
-    def multiply(typing, qvalues, at, width, weights, weights_at, num_steps, starts, column, sums):
+    def multiply(typing, qvalues, at, width, weights, weights_at, starts, column, sums):
         """Write inputs times weights to the first `num_rows * 64` elements of `sums`.
 
         Args:
             qvalues: uint8 array with the bytes of the inputs, see `SIGNED_INPUTS`. Row r begins at
-                index `at + r * width`.
-            weights: uint8; the block begins at index `weights_at`: [num_steps, 4, 16, 16, 4] int8.
-            num_steps: number of steps of TILE_K inputs.
+                index `at + r * width`, and has `width` inputs (a multiple of 4).
+            weights: uint8; the block begins at index `weights_at`: [4, width / 4, 16, 4] int8.
             starts: int32; 64 elements from index `column` on are minus the zero point times the sum
                 of an output's weights.
             sums: int32.
         """
         size = types.intp
-        result = types.void(qvalues, size, size, weights, size, size, starts, size, sums)
+        result = types.void(qvalues, size, size, weights, size, starts, size, sums)
 
         def code(context, builder, signature, arguments):
             block = _Block(*array_data(context, builder, signature, arguments))
-            num_tiles = TILES_ACROSS if LANES == 16 else _TILES_AT_ONCE_AVX2[num_rows]
-            for first_tile in range(0, TILES_ACROSS, num_tiles):
+            num_strips = BLOCK_STRIPS if LANES == 16 else _STRIPS_AT_ONCE_AVX2[num_rows]
+            for first_strip in range(0, BLOCK_STRIPS, num_strips):
                 outputs = range(
-                    _TILE_OUTPUTS * first_tile, _TILE_OUTPUTS * (first_tile + num_tiles)
+                    _STRIP_OUTPUTS * first_strip, _STRIP_OUTPUTS * (first_strip + num_strips)
                 )
                 _multiply(builder, block, num_rows, outputs[::LANES], ahead)
             return context.get_dummy_value()
@@ -110,29 +104,37 @@ def multiply_rows(num_rows: int, ahead: int):
     return multiply
 
 
-_TILES_AT_ONCE_AVX2 = {1: 4, 2: 2, 3: 1, 4: 1}
-"""Number of tiles whose sums are in registers at the same time, by number of rows."""
+_STRIPS_AT_ONCE_AVX2 = {1: 4, 2: 2, 3: 1, 4: 1}
+"""Number of strips whose sums are in registers at the same time, by number of rows."""
 
 
 def _multiply(builder, block: _Block, num_rows: int, outputs: range, ahead: int) -> None:
     """Emit the products of all rows and the vectors of outputs that begin at `outputs`."""
     totals = _start_totals(builder, block, num_rows, outputs)
     add_products = _add_products_vnni if LANES == 16 else _add_products_avx2
-    with cgutils.for_range(builder, block.num_steps, intp=INDEX) as step:
-        step_at = _index(builder, block.weights_at, step.index, _STEP_BYTES)
-        step_inputs = _index(builder, block.at, step.index, TILE_K)
-        with cgutils.for_range(builder, constant(_QUADS), intp=INDEX) as quad:
-            quad_at = _index(builder, step_at, quad.index, 4 * _TILE_OUTPUTS)
-            columns = _load_weights(builder, block.weights, quad_at, outputs, ahead)
-            quad_inputs = _index(builder, step_inputs, quad.index, 4)
-            inputs = [
-                _four_inputs(builder, block.qvalues, _index(builder, quad_inputs, block.width, r))
-                for r in range(num_rows)
-            ]
-            add_products(builder, totals, columns, inputs)
+    strip_bytes = builder.mul(block.width, constant(_STRIP_OUTPUTS))
+    with cgutils.for_range(builder, builder.udiv(block.width, constant(4)), intp=INDEX) as quad:
+        quad_at = _index(builder, block.weights_at, quad.index, 4 * _STRIP_OUTPUTS)
+        strip_starts = [
+            _index(builder, quad_at, strip_bytes, strip)
+            for strip in range(outputs.start // _STRIP_OUTPUTS, -(-outputs.stop // _STRIP_OUTPUTS))
+        ]
+        if ahead:
+            _prefetch_weights(builder, block, strip_starts, strip_bytes, quad.index, ahead)
+        columns = [
+            load_vector(builder, block.weights, builder.add(at, constant(4 * lane)), WORDS, 1)
+            for at in strip_starts
+            for lane in range(0, _STRIP_OUTPUTS, LANES)
+        ]
+        quad_inputs = _index(builder, block.at, quad.index, 4)
+        inputs = [
+            _four_inputs(builder, block.qvalues, _index(builder, quad_inputs, block.width, r))
+            for r in range(num_rows)
+        ]
+        add_products(builder, totals, columns, inputs)
     for r, row in enumerate(totals):
         for output, total in zip(outputs, row, strict=True):
-            at = constant(TILES_ACROSS * _TILE_OUTPUTS * r + output)
+            at = constant(BLOCK_STRIPS * _STRIP_OUTPUTS * r + output)
             target = vector_at(builder, block.sums, at, WORDS)
             builder.store(builder.load(total), target, align=4)
 
@@ -158,16 +160,21 @@ def _start_totals(builder, block: _Block, num_rows: int, outputs: range) -> list
     return totals
 
 
-def _load_weights(builder, weights, at, outputs: range, ahead: int) -> list[Any]:
-    """Emit loads of the weights of four inputs for `outputs`, and prefetches `ahead` of them."""
-    columns = []
-    for output in outputs:
-        tile, inside = divmod(output, _TILE_OUTPUTS)
-        index = builder.add(at, constant(tile * _TILE_BYTES + 4 * inside))
-        columns.append(load_vector(builder, weights, index, WORDS, 1))
-        if ahead and inside == 0:
-            prefetch_pointer(builder, builder.gep(weights, [builder.add(index, constant(ahead))]))
-    return columns
+def _prefetch_weights(
+    builder, block: _Block, strip_starts: list[Any], strip_bytes, quad, ahead: int
+) -> None:
+    """Emit prefetches of the weights `ahead` inputs after those at the indices `strip_starts`.
+
+    After the last inputs of these strips come the first inputs of the strips that are read next.
+    """
+    near = constant(ahead * _STRIP_OUTPUTS)
+    far = _index(builder, near, strip_bytes, len(strip_starts) - 1)
+    last = builder.sub(block.width, constant(ahead))
+    is_last = builder.icmp_signed(">=", builder.mul(quad, constant(4)), last)
+    distance = builder.select(is_last, far, near)
+    for at in strip_starts:
+        pointer = builder.gep(block.weights, [builder.add(at, distance)])
+        prefetch_pointer(builder, pointer)
 
 
 def _four_inputs(builder, qvalues, at):

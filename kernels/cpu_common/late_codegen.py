@@ -36,6 +36,9 @@ def inner(allocates: bool = False, **options: Any) -> Callable[[F], F]:
     created, and a function with counts must not call one without counts that returns views (in a
     tuple) or arguments.
 
+    A function with counts should only allocate scratch arrays, and leave the loops to a function
+    without counts. Each slice of an array changes a count, and all threads share the counts.
+
     Args:
         allocates: whether the function creates arrays, and therefore counts references.
         options: further options of `numba.njit`.

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from numba.core import types
 
 from penstock.kernels.cpu_common.late_codegen import inner, inner_overload
+from penstock.kernels.cpu_common.magnitude import largest_magnitude_bits
 from penstock.kernels.cpu_common.simd import bits_of_float, float_of_bits
 from penstock.kernels.kv_cache.cpu_blocks import (
     SCALE_BYTES,
@@ -50,11 +51,7 @@ def scale_bits(head: Floats, per_code: Any) -> Any:
     If the head contains a NaN, the scale is NaN. A scale above the largest float16 becomes
     infinity.
     """
-    # Absolute values are compared as integers. Their bits have the same order as the floats, and
-    # the bits of NaN are the largest.
-    bits, most = head.view(np.int32), np.int32(0)
-    for i in range(len(bits)):
-        most = max(most, bits[i] & np.int32(0x7FFFFFFF))
+    most = largest_magnitude_bits(head)
     if most > 0x7F800000:
         return np.int64(_HALF_NAN)
     exact = float_of_bits(np.int64(most)) * per_code

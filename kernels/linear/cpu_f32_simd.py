@@ -256,21 +256,16 @@ def copy_panel(
             store(out, out_at + r * out_step + c, load_wide(given, at + r * step + c))
 
 
-@inner(allocates=True)
-def _whole_panels(
+@inner()
+def _multiply_panels(
     x: Floats, num_rows: int, num_inputs: int, panels: Floats, bias: Floats, first: int, last: int,
-    y: Floats, width: int,
+    y: Floats, width: int, sums: Floats,
 ) -> None:  # fmt: skip
-    """Compute the outputs of panels [first, last) and store them from column 0 of y on.
+    """Compute the outputs of panels [first, last) for more than one row; see `_whole_panels`.
 
-    y is [num_rows, width].
+    Tiles add to the contiguous scratch array `sums`. Rows of y whose distance is a power of two
+    would share a few sets of the cache.
     """
-    if num_rows == 1:
-        _one_row(x, num_inputs, panels, bias, first, last, y)
-        return
-    # Tiles add to this contiguous array. Rows of y whose distance is a power of two would share a
-    # few sets of the cache.
-    sums = np.empty(min(num_rows, _BLOCK_ROWS) * PANEL, np.float32)
     for floor in range(0, num_rows, _BLOCK_ROWS):
         top = min(floor + _BLOCK_ROWS, num_rows)
         lines = -(-BLOCK_K * PANEL // _LINE * TILE_ROWS // (top - floor))
@@ -287,6 +282,22 @@ def _whole_panels(
                     )  # fmt: skip
             column = (panel - first) * PANEL
             copy_panel(sums, 0, PANEL, top - floor, y, floor * width + column, width)
+
+
+@inner(allocates=True)
+def _whole_panels(
+    x: Floats, num_rows: int, num_inputs: int, panels: Floats, bias: Floats, first: int, last: int,
+    y: Floats, width: int,
+) -> None:  # fmt: skip
+    """Compute the outputs of panels [first, last) and store them from column 0 of y on.
+
+    y is [num_rows, width].
+    """
+    if num_rows == 1:
+        _one_row(x, num_inputs, panels, bias, first, last, y)
+        return
+    sums = np.empty(min(num_rows, _BLOCK_ROWS) * PANEL, np.float32)
+    _multiply_panels(x, num_rows, num_inputs, panels, bias, first, last, y, width, sums)
 
 
 @inner(allocates=True)

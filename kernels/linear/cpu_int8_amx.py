@@ -1,9 +1,9 @@
 """AMX loops of `cpu_packed_int8`, compiled by numba.
 
 The four accumulator tiles cover 16 rows by 64 columns of y if y has up to 16 rows, otherwise 32
-rows by 32 columns. Weights are read sequentially and prefetched.
+rows by 32 columns. Weights are prefetched.
 
-Shapes: T rows of x, K inputs.
+Shapes: T rows of x, K inputs. A strip is the K * 16 weights of 16 columns, which are contiguous.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -39,16 +39,18 @@ Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
 Sums = npt.NDArray[np.int32]
 
-TILES_ACROSS = 4
-"""Number of column tiles stored next to each other for each step of TILE_K inputs."""
+_BLOCK_STRIPS = 4
 
-BLOCK_COLUMNS = TILES_ACROSS * 16
+BLOCK_COLUMNS = _BLOCK_STRIPS * ROWS
 """Number of output columns per block. Threads divide the columns in whole blocks."""
+
+PAIR_COLUMNS = 2 * ROWS
+"""Number of output columns of two strips."""
 
 BLOCK_ROWS = 2 * ROWS
 
-_PREFETCH_BYTES = 8 * TILE
-"""Prefetch distance in bytes: weights are prefetched this far after the weights in use."""
+_PREFETCH_STEPS = 2
+"""Prefetch distance in steps of TILE_K inputs, for up to 16 rows."""
 
 _start_flat, _start_square = load_accumulators(1, 4), load_accumulators(2, 2)
 _store_flat, _store_square = store_accumulators(1, 4), store_accumulators(2, 2)
@@ -75,9 +77,11 @@ def configure_tiles(num_rows: int, shapes: Bytes) -> None:
 
 
 @inner()
-def _prefetch(weights: Bytes, at: int, count: int) -> None:
-    for line in range(at, min(at + count, len(weights)), 64):
-        prefetch(weights, line)
+def _prefetch_tile(weights: Bytes, at: int) -> None:
+    """Prefetch the tile at `weights[at:]`, unless it is past the end."""
+    if at + TILE <= len(weights):
+        for line in range(at, at + TILE, 64):
+            prefetch(weights, line)
 
 
 @inner()
@@ -100,12 +104,16 @@ def _flat(
     sums: Sums,
 ) -> None:  # fmt: skip
     """Compute up to 16 rows of y for one block of 64 columns."""
-    at, column = block * num_inputs * BLOCK_COLUMNS, block * BLOCK_COLUMNS
+    column, strip = block * BLOCK_COLUMNS, num_inputs * ROWS
+    at, ahead = column * num_inputs, _PREFETCH_STEPS * TILE
     _start_flat(shifts, column)
     for k in range(0, num_inputs, TILE_K):
-        _prefetch(weights, at + _PREFETCH_BYTES, TILES_ACROSS * TILE)
+        if k + _PREFETCH_STEPS * TILE_K == num_inputs:  # continue with the next block
+            ahead += (_BLOCK_STRIPS - 1) * strip
+        for number in range(_BLOCK_STRIPS):
+            _prefetch_tile(weights, at + ahead + number * strip)
         _multiply_flat(qvalues, qvalues_at + k, num_inputs, weights, at)
-        at += TILES_ACROSS * TILE
+        at += TILE
     _store_flat(sums, 0, BLOCK_COLUMNS)
     dequantize_sums(
         sums,
@@ -122,28 +130,65 @@ def _flat(
 
 @inner()
 def _square(
-    qvalues: Bytes, qvalues_at: int, num_inputs: int, num_rows: int, weights: Bytes, block: int,
-    half: int, prefetch_next: bool, shifts: Sums, factors: Floats, scales: Floats, bias: Floats,
-    y: Floats, y_at: int, width: int, sums: Sums,
+    qvalues: Bytes, qvalues_at: int, num_inputs: int, num_rows: int, weights: Bytes, column: int,
+    prefetch_next: bool, shifts: Sums, factors: Floats, scales: Floats, bias: Floats, y: Floats,
+    y_at: int, width: int, sums: Sums,
 ) -> None:  # fmt: skip
-    """Compute up to 32 rows of y for half a block (32 columns).
+    """Compute up to 32 rows of y for the PAIR_COLUMNS columns from `column` on.
 
-    If `prefetch_next` is True, also prefetch weights that later calls read.
+    If `prefetch_next` is True, also prefetch the weights of the next columns.
     """
-    at, column = (
-        block * num_inputs * BLOCK_COLUMNS + half * 2 * TILE,
-        block * BLOCK_COLUMNS + half * 32,
-    )
+    at, strip = column * num_inputs, num_inputs * ROWS
     _start_square(shifts, column)
     for k in range(0, num_inputs, TILE_K):
         if prefetch_next:
-            _prefetch(weights, at + (1 + half) * num_inputs * 32, 2 * TILE)
+            _prefetch_tile(weights, at + 2 * strip)
+            _prefetch_tile(weights, at + 3 * strip)
         _multiply_square(qvalues, qvalues_at + k, num_inputs, weights, at)
-        at += TILES_ACROSS * TILE
-    _store_square(sums, 0, 32)
+        at += TILE
+    _store_square(sums, 0, PAIR_COLUMNS)
     dequantize_sums(
-        sums, num_rows, 32, factors, scales[column:], bias[column:], y, y_at + column, width
-    )
+        sums, num_rows, PAIR_COLUMNS, factors, scales[column:], bias[column:], y, y_at + column,
+        width,
+    )  # fmt: skip
+
+
+@inner()
+def _compute_columns(
+    qvalues: Bytes, num_rows: int, num_inputs: int, weights: Bytes, shifts: Sums, factors: Floats,
+    scales: Floats, bias: Floats, y: Floats, width: int, first: int, last: int, sums: Sums,
+    shapes: Bytes,
+) -> None:  # fmt: skip
+    """Compute column blocks [first, last) of y [num_rows, width].
+
+    Only this thread uses the scratch arrays `sums` and `shapes`.
+    """
+    whole = num_rows // BLOCK_ROWS * BLOCK_ROWS
+    if whole:
+        configure_tiles(BLOCK_ROWS, shapes)
+        for column in range(first * BLOCK_COLUMNS, last * BLOCK_COLUMNS, PAIR_COLUMNS):
+            for r in range(0, whole, BLOCK_ROWS):
+                _square(
+                    qvalues, r * num_inputs, num_inputs, BLOCK_ROWS, weights, column, r == 0,
+                    shifts, factors[r:], scales, bias, y, r * width, width, sums,
+                )  # fmt: skip
+    rest = num_rows - whole
+    if rest:
+        configure_tiles(rest, shapes)
+        own, at, y_at = factors[whole:], whole * num_inputs, whole * width
+        if rest <= ROWS:
+            for block in range(first, last):
+                _flat(
+                    qvalues, at, num_inputs, rest, weights, block, shifts, own, scales, bias, y,
+                    y_at, width, sums,
+                )  # fmt: skip
+        else:
+            for column in range(first * BLOCK_COLUMNS, last * BLOCK_COLUMNS, PAIR_COLUMNS):
+                _square(
+                    qvalues, at, num_inputs, rest, weights, column, True, shifts, own, scales,
+                    bias, y, y_at, width, sums,
+                )  # fmt: skip
+    tilerelease()
 
 
 @inner(allocates=True)
@@ -151,36 +196,13 @@ def compute_columns(
     qvalues: Bytes, num_rows: int, num_inputs: int, weights: Bytes, shifts: Sums, factors: Floats,
     scales: Floats, bias: Floats, y: Floats, width: int, first: int, last: int,
 ) -> None:  # fmt: skip
-    """Compute column blocks [first, last) of y [num_rows, width]."""
+    """Allocate scratch arrays, and compute column blocks [first, last) of y [num_rows, width]."""
     sums, shapes = np.empty(BLOCK_ROWS * BLOCK_COLUMNS + 16, np.int32), np.empty(64, np.uint8)
     sums = sums[-sums.ctypes.data % 64 // 4 :]  # begins at a cache line
-    whole = num_rows // BLOCK_ROWS * BLOCK_ROWS
-    if whole:
-        configure_tiles(BLOCK_ROWS, shapes)
-        for block in range(first, last):
-            for half in range(2):
-                for r in range(0, whole, BLOCK_ROWS):
-                    _square(
-                        qvalues, r * num_inputs, num_inputs, BLOCK_ROWS, weights, block, half,
-                        r == 0, shifts, factors[r:], scales, bias, y, r * width, width, sums,
-                    )  # fmt: skip
-    rest = num_rows - whole
-    if rest:
-        configure_tiles(rest, shapes)
-        own, at, y_at = factors[whole:], whole * num_inputs, whole * width
-        for block in range(first, last):
-            if rest <= ROWS:
-                _flat(
-                    qvalues, at, num_inputs, rest, weights, block, shifts, own, scales, bias, y,
-                    y_at, width, sums,
-                )  # fmt: skip
-            else:
-                for half in range(2):
-                    _square(
-                        qvalues, at, num_inputs, rest, weights, block, half, True, shifts, own,
-                        scales, bias, y, y_at, width, sums,
-                    )  # fmt: skip
-    tilerelease()
+    _compute_columns(
+        qvalues, num_rows, num_inputs, weights, shifts, factors, scales, bias, y, width, first,
+        last, sums, shapes,
+    )  # fmt: skip
 
 
 _SIGNATURE = (
@@ -194,7 +216,7 @@ def _serial(
     qvalues: Bytes,  # [T * K] quantized x
     num_rows: int,
     num_inputs: int,  # a multiple of TILE_K
-    weights: Bytes,  # [blocks, steps, TILES_ACROSS, 16, 16, 4]
+    weights: Bytes,  # [blocks, 4 strips, steps, 16, 16, 4]
     shifts: Sums,  # [blocks * BLOCK_COLUMNS] initial values of the sums
     factors: Floats,  # [T] scales of the rows of x
     scales: Floats,  # [blocks * BLOCK_COLUMNS] scales of the rows of W

@@ -40,9 +40,8 @@ from penstock.kernels.cpu_common.simd import (
     vmul,
 )
 from penstock.kernels.linear.cpu_int8_amx import (
-    BLOCK_COLUMNS,
     BLOCK_ROWS,
-    TILES_ACROSS,
+    PAIR_COLUMNS,
     configure_tiles,
     dequantize_sums,
 )
@@ -52,9 +51,6 @@ from penstock.kernels.linear.gate_kinds import NO_GATE, TANH_GELU
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
 Sums = npt.NDArray[np.int32]
-
-_PAIR = 2 * ROWS
-"""Number of columns that are computed at a time: two tiles."""
 
 _start, _store_sums = load_accumulators(2, 2), store_accumulators(2, 2)
 
@@ -78,21 +74,6 @@ def _quantize_tiles(
 
 
 @inner()
-def _weights_at(column: int, num_inputs: int) -> int:
-    """Return the index of the first weight of the tiles with the output columns from `column`."""
-    block, rest = divmod(column, BLOCK_COLUMNS)
-    return block * num_inputs * BLOCK_COLUMNS + rest // ROWS * TILE
-
-
-@inner()
-def _prefetch_tile(weights: Bytes, at: int) -> None:
-    """Prefetch the tile at `weights[at:]`, unless it is past the end."""
-    if at + TILE <= len(weights):
-        for line in range(at, at + TILE, 64):
-            prefetch(weights, line)
-
-
-@inner()
 def _copy_columns(values: Any, left: int, right: int, out: Any) -> None:
     """Copy the values of two tiles of columns, which begin at columns `left` and `right`."""
     for i in range(ROWS):
@@ -111,8 +92,8 @@ def _gate_sums(
     size = BLOCK_ROWS * ROWS
     for r in range(num_rows):
         factor = broadcast_load(factors, r)
-        for c in range(0, _PAIR, VECTOR_WIDTH):
-            found = vmul(load_i32_as_f32(sums, r * _PAIR + c), load_wide(scales, c))
+        for c in range(0, PAIR_COLUMNS, VECTOR_WIDTH):
+            found = vmul(load_i32_as_f32(sums, r * PAIR_COLUMNS + c), load_wide(scales, c))
             into = c // ROWS * size + r * ROWS + c % ROWS
             store(values, into, vadd(vmul(found, factor), load_wide(bias, c)))
     used = num_rows * ROWS
@@ -122,51 +103,69 @@ def _gate_sums(
             store(y, at + r * width + c, load_wide(values, 2 * size + r * ROWS + c))
 
 
-@inner(allocates=True)
-def _compute_rows(
-    x: Floats, num_inputs: int, limit: float, tiles: Bytes, factors: Floats, weights: Bytes,
-    shifts: Sums, scales: Floats, bias: Floats, gate: int, y: Floats, first: int, last: int,
+@inner()
+def _multiply_rows(
+    num_inputs: int, tiles: Bytes, factors: Floats, weights: Bytes, shifts: Sums, scales: Floats,
+    bias: Floats, gate: int, y: Floats, first: int, last: int, sums: Sums, values: Floats,
+    own_shifts: Sums, own_scales: Floats, own_bias: Floats,
 ) -> None:  # fmt: skip
-    """Compute rows [first, last) of y. `first` is a multiple of BLOCK_ROWS."""
-    _quantize_tiles(x, num_inputs, limit, tiles, factors, first, last)
-    sums, shapes = np.empty(BLOCK_ROWS * _PAIR + 16, np.int32), np.empty(64, np.uint8)
-    sums = sums[-sums.ctypes.data % 64 // 4 :]  # begins at a cache line
-    values = np.empty(3 * BLOCK_ROWS * ROWS, np.float32)
-    own_shifts = np.empty(_PAIR, np.int32)
-    own_scales, own_bias = np.empty(_PAIR, np.float32), np.empty(_PAIR, np.float32)
-    configure_tiles(BLOCK_ROWS, shapes)
+    """Compute rows [first, last) of y from the quantized rows `tiles`.
+
+    The arguments from `sums` on are scratch arrays, which only this thread uses.
+    """
     num_columns, num_blocks = len(scales), -(-(last - first) // BLOCK_ROWS)
     # Distance between the first columns of two pairs, and between the two tiles of a pair.
-    along, apart = (_PAIR, ROWS) if gate == NO_GATE else (ROWS, num_columns // 2)
+    along, apart = (PAIR_COLUMNS, ROWS) if gate == NO_GATE else (ROWS, num_columns // 2)
     width = num_columns if gate == NO_GATE else num_columns // 2
     for column in range(0, width, along):
-        left, right = _weights_at(column, num_inputs), _weights_at(column + apart, num_inputs)
-        next_left = _weights_at(column + along, num_inputs)
-        next_right = _weights_at(column + along + apart, num_inputs)
+        left, right, ahead = column * num_inputs, (column + apart) * num_inputs, along * num_inputs
+        size = num_inputs * ROWS
         _copy_columns(shifts, column, column + apart, own_shifts)
         _copy_columns(scales, column, column + apart, own_scales)
         _copy_columns(bias, column, column + apart, own_bias)
         for block in range(num_blocks):
             t = first + block * BLOCK_ROWS
             at, k = t * num_inputs, 0
+            # Each block prefetches some of the next weights.
+            begin, end = size * block // num_blocks, size * (block + 1) // num_blocks
+            if right + ahead + end <= len(weights):
+                for line in range(begin, end, 64):
+                    prefetch(weights, left + ahead + line)
+                    prefetch(weights, right + ahead + line)
             _start(own_shifts, 0)
-            for step in range(num_inputs // TILE_K):
-                if step % num_blocks == block:  # each block prefetches some of the next weights
-                    _prefetch_tile(weights, next_left + k)
-                    _prefetch_tile(weights, next_right + k)
+            for _ in range(num_inputs // TILE_K):
                 multiply_tiles_int8(tiles, at, weights, left + k, right + k)
-                at, k = at + 2 * TILE, k + TILES_ACROSS * TILE
-            _store_sums(sums, 0, _PAIR)
+                at, k = at + 2 * TILE, k + TILE
+            _store_sums(sums, 0, PAIR_COLUMNS)
             num_rows, y_at = min(BLOCK_ROWS, last - t), t * width + column
             if gate == NO_GATE:
                 dequantize_sums(
-                    sums, num_rows, _PAIR, factors[t:], own_scales, own_bias, y, y_at, width
+                    sums, num_rows, PAIR_COLUMNS, factors[t:], own_scales, own_bias, y, y_at, width
                 )
             else:
                 _gate_sums(
                     sums, num_rows, factors[t:], own_scales, own_bias, gate == TANH_GELU, values,
                     y, y_at, width,
                 )  # fmt: skip
+
+
+@inner(allocates=True)
+def _compute_rows(
+    x: Floats, num_inputs: int, limit: float, tiles: Bytes, factors: Floats, weights: Bytes,
+    shifts: Sums, scales: Floats, bias: Floats, gate: int, y: Floats, first: int, last: int,
+) -> None:  # fmt: skip
+    """Compute rows [first, last) of y. `first` is a multiple of BLOCK_ROWS."""
+    sums, shapes = np.empty(BLOCK_ROWS * PAIR_COLUMNS + 16, np.int32), np.empty(64, np.uint8)
+    sums = sums[-sums.ctypes.data % 64 // 4 :]  # begins at a cache line
+    values = np.empty(3 * BLOCK_ROWS * ROWS, np.float32)
+    own_shifts = np.empty(PAIR_COLUMNS, np.int32)
+    own_scales, own_bias = np.empty(PAIR_COLUMNS, np.float32), np.empty(PAIR_COLUMNS, np.float32)
+    _quantize_tiles(x, num_inputs, limit, tiles, factors, first, last)
+    configure_tiles(BLOCK_ROWS, shapes)
+    _multiply_rows(
+        num_inputs, tiles, factors, weights, shifts, scales, bias, gate, y, first, last, sums,
+        values, own_shifts, own_scales, own_bias,
+    )  # fmt: skip
     tilerelease()
 
 
@@ -183,7 +182,7 @@ def _serial(
     limit: float,  # see `quantize_rows`
     tiles: Bytes,  # [T * K] scratch for quantized x, with T rounded up to a multiple of 32
     factors: Floats,  # [T] scratch for the scales of the rows of x
-    weights: Bytes,  # [blocks, steps, TILES_ACROSS, 16, 16, 4]
+    weights: Bytes,  # [blocks, 4 strips, steps, 16, 16, 4]
     shifts: Sums,  # [blocks * BLOCK_COLUMNS] initial values of the sums
     scales: Floats,  # [blocks * BLOCK_COLUMNS] scales of the rows of W
     bias: Floats,  # [blocks * BLOCK_COLUMNS]

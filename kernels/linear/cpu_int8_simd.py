@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.kernels.cpu_common.int8_dot import MAX_ROWS as TILE_ROWS
-from penstock.kernels.cpu_common.int8_dot import SIGNED_INPUTS, TILE_K, multiply_rows
+from penstock.kernels.cpu_common.int8_dot import SIGNED_INPUTS, multiply_rows
 from penstock.kernels.cpu_common.late_codegen import inner
 from penstock.kernels.cpu_common.numba_runtime import entry, load_entries, run_serial_or_parallel
 from penstock.kernels.linear.cpu_int8_amx import BLOCK_COLUMNS, dequantize_sums
@@ -26,8 +26,9 @@ _BLOCK_ROWS = 32 * TILE_ROWS
 """Number of rows that are multiplied by all columns before the next rows. These rows stay in the L2
 cache."""
 
-_AHEAD = 8192
-"""Prefetch distance in bytes: weights are prefetched this far after the weights in use."""
+_AHEAD = 128
+"""Prefetch distance in inputs: while the weights of input k are multiplied, those of input
+k + _AHEAD are prefetched."""
 
 _whole, _whole_ahead = multiply_rows(TILE_ROWS, 0), multiply_rows(TILE_ROWS, _AHEAD)
 _one, _two, _three = (multiply_rows(rows, _AHEAD) for rows in (1, 2, 3))
@@ -41,23 +42,22 @@ def _multiply(
 ) -> None:  # fmt: skip
     """Compute `sums` [num_rows, BLOCK_COLUMNS] of one column block, for 1 to TILE_ROWS rows."""
     begin, column = block * num_inputs * BLOCK_COLUMNS, block * BLOCK_COLUMNS
-    steps = num_inputs // TILE_K
     if num_rows == TILE_ROWS:
         if prefetch:
-            _whole_ahead(qvalues, at, num_inputs, weights, begin, steps, shifts, column, sums)
+            _whole_ahead(qvalues, at, num_inputs, weights, begin, shifts, column, sums)
         else:
-            _whole(qvalues, at, num_inputs, weights, begin, steps, shifts, column, sums)
+            _whole(qvalues, at, num_inputs, weights, begin, shifts, column, sums)
     elif num_rows == 1:
-        _one(qvalues, at, num_inputs, weights, begin, steps, shifts, column, sums)
+        _one(qvalues, at, num_inputs, weights, begin, shifts, column, sums)
     elif num_rows == 2:
-        _two(qvalues, at, num_inputs, weights, begin, steps, shifts, column, sums)
+        _two(qvalues, at, num_inputs, weights, begin, shifts, column, sums)
     elif num_rows == 3:
-        _three(qvalues, at, num_inputs, weights, begin, steps, shifts, column, sums)
+        _three(qvalues, at, num_inputs, weights, begin, shifts, column, sums)
     elif TILE_ROWS == 6:
         if num_rows == 4:
-            _four(qvalues, at, num_inputs, weights, begin, steps, shifts, column, sums)
+            _four(qvalues, at, num_inputs, weights, begin, shifts, column, sums)
         else:
-            _five(qvalues, at, num_inputs, weights, begin, steps, shifts, column, sums)
+            _five(qvalues, at, num_inputs, weights, begin, shifts, column, sums)
 
 
 @inner()
@@ -67,15 +67,16 @@ def _subtract_zero_point(qvalues: Bytes, begin: int, count: int, signed: Bytes) 
         signed[i] = qvalues[begin + i] ^ np.uint8(128)
 
 
-@inner(allocates=True)
-def compute_columns(
+@inner()
+def _compute_columns(
     qvalues: Bytes, num_rows: int, num_inputs: int, weights: Bytes, shifts: Sums, factors: Floats,
-    scales: Floats, bias: Floats, y: Floats, width: int, first: int, last: int,
+    scales: Floats, bias: Floats, y: Floats, width: int, first: int, last: int, sums: Sums,
+    signed: Bytes,
 ) -> None:  # fmt: skip
-    """Compute column blocks [first, last) of y [num_rows, width]."""
-    sums = np.empty(TILE_ROWS * BLOCK_COLUMNS, np.int32)
-    signed_rows = min(num_rows, _BLOCK_ROWS) if SIGNED_INPUTS else 0
-    signed = np.empty(signed_rows * num_inputs, np.uint8)
+    """Compute column blocks [first, last) of y [num_rows, width].
+
+    Only this thread uses the scratch arrays `sums` and `signed`.
+    """
     inputs = signed if SIGNED_INPUTS else qvalues
     for floor in range(0, num_rows, _BLOCK_ROWS):
         top = min(floor + _BLOCK_ROWS, num_rows)
@@ -94,6 +95,21 @@ def compute_columns(
                     sums, count, BLOCK_COLUMNS, factors[r:], scales[column:], bias[column:], y,
                     r * width + column, width,
                 )  # fmt: skip
+
+
+@inner(allocates=True)
+def compute_columns(
+    qvalues: Bytes, num_rows: int, num_inputs: int, weights: Bytes, shifts: Sums, factors: Floats,
+    scales: Floats, bias: Floats, y: Floats, width: int, first: int, last: int,
+) -> None:  # fmt: skip
+    """Allocate scratch arrays, and compute column blocks [first, last) of y [num_rows, width]."""
+    sums = np.empty(TILE_ROWS * BLOCK_COLUMNS, np.int32)
+    signed_rows = min(num_rows, _BLOCK_ROWS) if SIGNED_INPUTS else 0
+    signed = np.empty(signed_rows * num_inputs, np.uint8)
+    _compute_columns(
+        qvalues, num_rows, num_inputs, weights, shifts, factors, scales, bias, y, width, first,
+        last, sums, signed,
+    )  # fmt: skip
 
 
 _SIGNATURE = (

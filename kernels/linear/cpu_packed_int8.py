@@ -5,9 +5,9 @@ per row of x or one static scale (`quantize_rows`). Weights are quantized to q_w
 scale s_w per row of W. The int32 sums are exact, so the result for a row does not depend on the
 other rows. Each sum is multiplied first by s_w, as in oneDNN, and then by s_x.
 
-W [N, K] is stored in the order in which AMX reads it: blocks of 64 outputs; in each block, steps of
-64 inputs; in each step, four tiles of 16 outputs. The other loops read the same order. All CPUs
-give bitwise identical results.
+W [N, K] is stored in tiles of 16 outputs and 64 inputs, as AMX reads them. The tiles of the same 16
+outputs are contiguous (a strip). All loops read this order. All CPUs give bitwise identical
+results.
 """
 
 from dataclasses import dataclass, field
@@ -53,7 +53,9 @@ def has_int8_loops() -> bool:
 class PackedLinearInt8:
     """An INT8 linear layer with its weights in tiles."""
 
-    tiles: npt.NDArray[np.uint8] = field(repr=False)  # [blocks, steps, 4, 16, 16, 4], flattened
+    tiles: npt.NDArray[np.uint8] = field(
+        repr=False
+    )  # [blocks, 4 strips, steps, 16, 16, 4], flattened
     shifts: npt.NDArray[np.int32] = field(repr=False)  # [blocks * 64] -128 * sum of each weight row
     scales: Floats = field(repr=False)  # [blocks * 64] one per weight row; 0 past `num_outputs`
     bias: Floats = field(repr=False)  # [blocks * 64]; 0 from index `num_outputs` on
@@ -139,9 +141,9 @@ def pack_int8_tiles(
     whole = torch.zeros(num_blocks * _BLOCK_COLUMNS, num_inputs, dtype=torch.int8)
     whole[:num_outputs] = qweight
     # Rearrange [blocks, 4, 16 outputs, steps, 16, 4 inputs] to
-    # [blocks, steps, 4, 16, 16 outputs, 4 inputs].
+    # [blocks, 4, steps, 16, 16 outputs, 4 inputs].
     blocks = whole.view(num_blocks, 4, 16, num_inputs // _TILE_K, 16, 4)
-    tiles = blocks.permute(0, 3, 1, 4, 2, 5).contiguous().view(torch.uint8)
+    tiles = blocks.permute(0, 1, 3, 4, 2, 5).contiguous().view(torch.uint8)
     shifts = whole.sum(1, dtype=torch.int32) * -ZERO_POINT
     wide_scales, wide_bias = torch.zeros(2, len(whole))
     wide_scales[:num_outputs] = scales

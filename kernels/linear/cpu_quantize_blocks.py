@@ -5,7 +5,9 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.kernels.cpu_common.late_codegen import inner
+from penstock.kernels.cpu_common.magnitude import largest_magnitude_bits
 from penstock.kernels.cpu_common.numba_runtime import entry, load_entries, run_serial_or_parallel
+from penstock.kernels.cpu_common.simd import float_of_bits
 from penstock.kernels.linear.int8_blocks import BLOCK_INPUTS
 
 Floats = npt.NDArray[np.float32]
@@ -27,20 +29,13 @@ def quantize_blocks(
             begin, end = block * BLOCK_INPUTS, min(num_inputs, (block + 1) * BLOCK_INPUTS)
             row = x[t * num_inputs + begin : t * num_inputs + end]
             out = qvalues[t * num_inputs + begin : t * num_inputs + end]
-            # Absolute values are compared as integers. Their bits have the same order as the
-            # floats, and the bits of NaN are the largest.
-            bits, most = row.view(np.int32), np.int32(0)
-            for i in range(len(bits)):
-                most = max(most, bits[i] & np.int32(0x7FFFFFFF))
-            at = t * num_blocks + block
-            scales.view(np.int32)[at] = most
-            largest = scales[at]
+            largest = float_of_bits(np.int64(largest_magnitude_bits(row)))
             if largest < _MIN_SCALE:
                 largest = _MIN_SCALE
             step = _QMAX / largest
             for i in range(len(row)):
                 out[i] = np.int8(np.int32(np.rint(row[i] * step)))
-            scales[at] = largest / _QMAX
+            scales[t * num_blocks + block] = largest / _QMAX
         for number in range(num_runs):
             begin = t * num_inputs + number * run
             values = qvalues[begin : min(begin + run, (t + 1) * num_inputs)]

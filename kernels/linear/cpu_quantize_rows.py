@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.kernels.cpu_common.late_codegen import inner
+from penstock.kernels.cpu_common.magnitude import largest_magnitude_bits
 from penstock.kernels.cpu_common.numba_runtime import entry, load_entries, run_serial_or_parallel
 from penstock.kernels.cpu_common.simd import bits_of_float, float_of_bits
 
@@ -29,12 +30,9 @@ def row_scale(row: Floats, limit: float) -> Any:
         row: the inputs.
         limit: largest magnitude with a static scale; 0: the largest magnitude of the row.
     """
-    # Absolute values are compared as integers. Their bits have the same order as the floats, and
-    # the bits of NaN are the largest.
-    bits, most = row.view(np.int32), np.int32(0)
-    for i in range(len(bits)):
-        most = max(most, bits[i] & np.int32(0x7FFFFFFF))
-    largest, bound = float_of_bits(np.int64(most)), np.float32(np.inf)
+    # The bits of NaN are the largest, so a NaN makes the scale NaN.
+    largest = float_of_bits(np.int64(largest_magnitude_bits(row)))
+    bound = np.float32(np.inf)
     if largest < _MIN_SCALE:
         largest = _MIN_SCALE
     if limit > 0 and largest < np.inf:  # a scale of NaN or Inf propagates the error

@@ -87,14 +87,12 @@ def _pop_largest(merits: Floats) -> int:
     return best
 
 
-@inner(allocates=True)
-def topk_softmax(op: Longs, arena: Floats, ints: Longs, num_rows: int, me: int, count: int) -> None:
-    """Choose the experts and weights of each token, both [T, k], from logits [T, E].
-
-    The logits are overwritten.
-    """
+@inner()
+def _choose_experts(
+    op: Longs, arena: Floats, ints: Longs, num_rows: int, me: int, count: int, merits: Floats
+) -> None:
+    """Execute `topk_softmax` with the scratch array `merits` [E]."""
     num_experts, top_k = op[NUM_EXPERTS], op[TOP_K]
-    merits = np.empty(num_experts, np.float32)
     first, last = partition(num_rows, me, count)
     for t in range(first, last):
         chances = arena[op[X] + t * num_experts :][:num_experts]
@@ -110,6 +108,16 @@ def topk_softmax(op: Longs, arena: Floats, ints: Longs, num_rows: int, me: int, 
             total += weights[rank]
         for rank in range(top_k if op[NORMALISE] else 0):
             weights[rank] /= total + _f32(1e-20)
+
+
+@inner(allocates=True)
+def topk_softmax(op: Longs, arena: Floats, ints: Longs, num_rows: int, me: int, count: int) -> None:
+    """Choose the experts and weights of each token, both [T, k], from logits [T, E].
+
+    The logits are overwritten.
+    """
+    merits = np.empty(op[NUM_EXPERTS], np.float32)
+    _choose_experts(op, arena, ints, num_rows, me, count, merits)
 
 
 @inner()

@@ -195,8 +195,10 @@ def prefetch_weights(op: Longs, num_prefetched: int, me: int, count: int) -> int
     num_inputs, num_outputs = op[X_WIDTH], op[OUT_WIDTH]
     if op[OPCODE] == MATMUL_INT8:
         first, last = _partition(num_outputs // ALIGNMENT, me, count)
-        at = first * num_inputs * ALIGNMENT + num_prefetched * 64
-        if at < last * num_inputs * ALIGNMENT:
+        # The strips of a block are read at the same time, so their lines are prefetched in turn.
+        block, line = first + num_prefetched // num_inputs, num_prefetched % num_inputs
+        at = (block * ALIGNMENT + line % 4 * 16) * num_inputs + line // 4 * 64
+        if block < last:
             prefetch(_bytes(op[WEIGHT], op[WEIGHT_SIZE]), at)
         return num_prefetched + 1
     first, last = _partition(-(-num_outputs // PANEL), me, count)

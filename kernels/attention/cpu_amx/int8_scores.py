@@ -22,6 +22,7 @@ from penstock.kernels.attention.cpu_amx.products import (
 )
 from penstock.kernels.cpu_common.amx import ROWS, TILE
 from penstock.kernels.cpu_common.late_codegen import inner
+from penstock.kernels.cpu_common.magnitude import largest_magnitude_bits
 from penstock.kernels.cpu_common.simd import float_of_bits, load_wide, splat_wide, store, vmul
 from penstock.kernels.kv_cache.cpu_blocks import SCALE_BYTES
 
@@ -43,10 +44,7 @@ def digit_scale(values: Floats) -> tuple[Any, Any]:
 
     The inverse is NaN if a value is infinite or NaN.
     """
-    # Absolute values are compared as integers. Their bits have the same order as the floats.
-    bits, most = values.view(np.int32), np.int32(0)
-    for i in range(len(bits)):
-        most = max(most, bits[i] & np.int32(0x7FFFFFFF))
+    most = largest_magnitude_bits(values)
     if most >= 0x7F800000:
         return np.float32(0), np.float32(np.nan)
     largest = max(float_of_bits(np.int64(most)), _SMALLEST)

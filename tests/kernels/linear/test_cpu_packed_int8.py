@@ -51,7 +51,7 @@ def test_constants_match_the_loops() -> None:
     from penstock.kernels.linear import cpu_int8_amx
 
     loops: Any = cpu_int8_amx
-    assert (int8_dot.TILE_K, 16 * int8_dot.TILES_ACROSS) == (TILE_K, BLOCK_COLUMNS)
+    assert 16 * int8_dot.BLOCK_STRIPS == BLOCK_COLUMNS
     constants = (TILE_K, BLOCK_COLUMNS, BLOCK_ROWS)
     assert constants == (loops.TILE_K, loops.BLOCK_COLUMNS, loops.BLOCK_ROWS)
     assert constants == (levels._TILE_K, levels._BLOCK_COLUMNS, levels._BLOCK_ROWS)

@@ -18,10 +18,9 @@ def plain_columns(
     """Reference for `cpu_int8_amx.compute_columns`: blocks [first, last) of 64 columns."""
     for row in range(num_rows):
         for column in range(64 * first, 64 * last):
-            total, block, within = correction[column], column // 64, column % 64
+            total, tile, within = correction[column], column // 16, column % 16
             for k in range(num_inputs):
-                at = block * num_inputs * 64 + k // 64 * 4096 + within // 16 * 1024
-                at += k % 64 // 4 * 64 + within % 16 * 4 + k % 4
+                at = tile * num_inputs * 16 + k // 4 * 64 + within * 4 + k % 4
                 weight = int(weights[at])
                 total += int(qvalues[row * num_inputs + k]) * (weight - weight // 128 * 256)
             y[row * width + column] = total * scales[column] * row_scales[row] + bias[column]
