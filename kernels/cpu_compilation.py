@@ -38,7 +38,7 @@ from penstock.kernels.linear import cpu_packed_f32, cpu_packed_int4, quantize_ro
 from penstock.kernels.linear import cpu_packed_int8 as cpu_packed_int8
 from penstock.kernels.linear import quantized as quantized_linear
 from penstock.kernels.norm import op as norm
-from penstock.kernels.sampling import philox, token_mask
+from penstock.kernels.sampling import philox, row_scan, token_mask
 from penstock.kernels.step_graph import graph
 from penstock.kernels.step_graph.opcodes import Extensions
 
@@ -111,6 +111,7 @@ def required_groups(needs: CpuKernelNeeds) -> list[KernelGroup]:
     groups.append(KernelGroup("noise", philox.load_cpu_kernels))
     groups.append(KernelGroup("checksum", checksum.load_cpu_kernels))
     groups.append(KernelGroup("token-masks", token_mask.load_cpu_kernels))
+    groups.append(KernelGroup(row_scan.LOOPS, row_scan.load_cpu_kernels, True))
     if is_float32:
         load = partial(cache.load_cpu_kernels, kept)
         groups.append(KernelGroup(cache.loops_name(kept), load, True))

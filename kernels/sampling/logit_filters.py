@@ -1,4 +1,4 @@
-"""Sampling filters (top-k, top-p, min-p, typical-p) and argmax, with torch and numpy.
+"""Sampling filters (top-k, top-p, min-p, typical-p), with torch and numpy.
 
 On a CPU, `op.sample` calls these functions. On a GPU, the kernels of `op.sample` find the same
 thresholds by another method.
@@ -7,7 +7,6 @@ thresholds by another method.
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -88,17 +87,6 @@ def _descending(values: Tensor) -> Tensor:
     if values.device.type != "cpu":
         return values.sort(-1, descending=True).values
     return torch.from_numpy(np.sort(values.numpy(), axis=-1)).flip(-1)
-
-
-def argmax(scores: Tensor) -> npt.NDArray[np.integer]:
-    """Return the index of the largest score of each row, as an array on the host.
-
-    On ties, the result is the first index.
-    """
-    if scores.device.type != "cpu":
-        return np.asarray(scores.argmax(-1).cpu())
-    # numpy's argmax is tens of times faster than torch's
-    return np.asarray(scores.numpy().argmax(-1))
 
 
 def top_k_top_p_min_p_reference(logits: Tensor, cuts: FilterParams) -> Tensor:

@@ -21,9 +21,9 @@ from penstock.kernels.sampling.logit_filters import (
     FilterParams,
     apply_top_k_top_p_min_p_,
     apply_typical_p_,
-    argmax,
 )
 from penstock.kernels.sampling.philox import gumbel_noise
+from penstock.kernels.sampling.row_scan import scan_rows
 from penstock.kernels.sampling.triton import sample_triton
 from penstock.kernels.triton_common.launch import use_triton
 
@@ -71,34 +71,22 @@ def _check(logits: Tensor, params: SamplingTensors) -> None:
 
 
 def greedy(logits: Tensor, bans: bool = False) -> tuple[Tensor, Tensor]:
-    """Do the work of `sample` for a batch on a CPU whose rows are all greedy (faster)."""
-    tokens = torch.from_numpy(argmax(logits))
-    finite = _finite_tokens(logits, tokens) if bans else finite_rows(logits)
-    return tokens.masked_fill_(~finite, 0), finite
+    """Return the token with the largest logit of each row, and the mask of valid rows, on a CPU.
+
+    For a batch whose rows are all greedy, this equals `sample` and takes less time.
+    """
+    scan = scan_rows(logits)
+    finite = torch.from_numpy(scan.largest_is_finite if bans else scan.finite)
+    return torch.from_numpy(scan.tokens).masked_fill_(~finite, 0), finite
 
 
 def _sample_on_cpu(logits: Tensor, params: SamplingTensors, bans: bool) -> tuple[Tensor, Tensor]:
-    tokens = np.zeros(len(logits), np.int64)
-    greedy = (params.temperature <= 0).numpy()
-    drawn = np.flatnonzero(~greedy)
-    if greedy.any():
-        greedy = np.flatnonzero(greedy)
-        tokens[greedy] = argmax(_rows(logits, greedy))
+    tokens, finite = greedy(logits, bans)
+    drawn = np.flatnonzero((params.temperature > 0).numpy())
     if len(drawn):
-        tokens[drawn] = argmax(_add_noise(_rows(logits, drawn), params, drawn))
-    found = torch.from_numpy(tokens)
-    finite = _finite_tokens(logits, found) if bans else finite_rows(logits)
-    return found.masked_fill_(~finite, 0), finite
-
-
-def _finite_tokens(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Return a mask [R]: True for rows whose chosen token has a finite logit.
-
-    This suffices to find invalid rows. If a row contains NaN or +Inf, the logit of its chosen token
-    is NaN or +Inf. If no token is allowed, the logit of the chosen token is -Inf.
-    """
-    chosen = logits.numpy()[np.arange(len(logits)), tokens.numpy()]
-    return torch.from_numpy(np.isfinite(chosen))
+        noisy = _add_noise(_rows(logits, drawn), params, drawn)
+        tokens[torch.from_numpy(drawn)] = torch.from_numpy(scan_rows(noisy).tokens)
+    return tokens.masked_fill_(~finite, 0), finite
 
 
 def _add_noise(logits: Tensor, params: SamplingTensors, at: npt.NDArray[np.intp]) -> Tensor:
@@ -149,12 +137,6 @@ def _update_rows_(tensor: Tensor, at: Tensor, change_: Callable[[Tensor], None])
 
 def finite_rows(logits: Tensor) -> Tensor:
     """Return a mask [R]: True for rows of `logits` [R, V] without NaN and Inf."""
-    # The sum of a row with NaN or Inf is not finite. On a CPU, sums are only a fast first check.
-    if logits.device.type != "cpu":
-        return logits.sum(-1).isfinite()
-    with np.errstate(over="ignore", invalid="ignore"):
-        # For a few rows, numpy's sum is several times faster than torch's.
-        sums = logits.numpy().sum(-1)
-    if np.isfinite(sums).all():
-        return torch.ones(len(logits), dtype=torch.bool)
-    return logits.isfinite().all(-1)
+    if logits.device.type == "cpu":
+        return torch.from_numpy(scan_rows(logits).finite)
+    return logits.sum(-1).isfinite()  # the sum of a row with NaN or Inf is not finite

@@ -23,8 +23,9 @@ from penstock.kernels.attention.torch_gather import GatheredPlan
 from penstock.kernels.kv_cache.op import slot_rows, write_kv
 from penstock.kernels.norm.op import rms_norm
 from penstock.kernels.rope.op import rotary_table, rotate_
-from penstock.kernels.sampling.logit_filters import _descending, argmax
+from penstock.kernels.sampling.logit_filters import _descending
 from penstock.kernels.sampling.philox import SAMPLE, gumbel_noise, gumbel_noise_reference
+from penstock.kernels.sampling.row_scan import scan_rows, scan_rows_reference
 
 Call = Callable[[], Tensor]
 
@@ -198,7 +199,8 @@ def sampling(rows: int, vocab: int) -> Iterator[Operation]:
     }
     yield Operation(f"order for the cuts, {sizes}", order)
     largest: dict[str, Call] = {
-        "numpy's argmax": lambda: torch.from_numpy(argmax(logits)),
+        "scan": lambda: torch.from_numpy(scan_rows(logits).tokens),
+        "numpy's argmax": lambda: torch.from_numpy(scan_rows_reference(logits).tokens),
         "torch's argmax": lambda: logits.argmax(-1),
     }
     yield Operation(f"largest of each row, {sizes}", largest)

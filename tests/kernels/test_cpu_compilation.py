@@ -191,7 +191,9 @@ def test_only_a_worker_whose_rounding_may_change_defers_groups(
     monkeypatch.setattr(cpu_compilation, "lock_folder", lambda: tmp_path)
     monkeypatch.setattr(cpu_compilation, "has_persistent_cache", lambda: True)
     needs = CpuKernelNeeds("float32", "float32")
-    assert deferred(needs) == {"program", "panels", "attention", "rotary", "norms", "gates"}
+    assert deferred(needs) == {
+        *("program", "panels", "attention", "scans", "rotary", "norms", "gates")
+    }
     assert deferred(replace(needs, deterministic=True)) == set()
     # The ranks of a worker would round differently.
     assert deferred(replace(needs, single_rank=False)) == set()

@@ -51,8 +51,9 @@ def _prepare_values(
     tail[:] = 0
     for s in range(max(begin, 0), min(end, BF16_STEP)):
         at = first + s * head_dim if s < ROWS else second + (s - ROWS) * head_dim
-        for i in range(head_dim):
-            tail[s * head_dim + i] = rows[at + i]
+        slot, copy = rows[at : at + head_dim], tail[s * head_dim : (s + 1) * head_dim]
+        for i in range(len(copy)):
+            copy[i] = slot[i]
     _interleave_values(tail, 0, ROWS * head_dim, head_dim, tiles, into)
 
 

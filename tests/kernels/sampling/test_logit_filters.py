@@ -10,7 +10,6 @@ from penstock.kernels.sampling.logit_filters import (
     FilterParams,
     apply_top_k_top_p_min_p_,
     apply_typical_p_,
-    argmax,
     top_k_top_p_min_p_reference,
     typical_p_reference,
 )
@@ -140,10 +139,3 @@ def test_typical_p_of_a_row_does_not_depend_on_the_batch() -> None:
             single = logits[row : row + 1].clone()
             apply_typical_p_(single, masses[row : row + 1])
             assert torch.equal(single[0], batched[row])
-
-
-def test_argmax_takes_the_first_of_equals() -> None:
-    assert argmax(torch.tensor([[1.0, 3.0, 3.0], [-torch.inf, -torch.inf, -2.0]])).tolist() == [
-        1,
-        2,
-    ]
