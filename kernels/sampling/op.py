@@ -85,7 +85,10 @@ def _sample_on_cpu(logits: Tensor, params: SamplingTensors, bans: bool) -> tuple
     drawn = np.flatnonzero((params.temperature > 0).numpy())
     if len(drawn):
         noisy = _add_noise(_rows(logits, drawn), params, drawn)
-        tokens[torch.from_numpy(drawn)] = torch.from_numpy(scan_rows(noisy).tokens)
+        rows = torch.from_numpy(drawn)
+        tokens[rows] = torch.from_numpy(scan_rows(noisy).tokens)
+        # A low temperature may have made all scores of a row -inf, even those of allowed tokens.
+        finite[rows] &= logits[rows, tokens[rows]].isfinite()
     return tokens.masked_fill_(~finite, 0), finite
 
 
