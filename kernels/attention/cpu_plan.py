@@ -116,7 +116,7 @@ class CpuPagedPlan:
             longest = int((self.spans[:, 3] + lengths).max(initial=1))
             seen = min(longest, self.window + MAX_ROWS) if self.window else longest
             num_rows = max(MIN_ROWS, min(MAX_ROWS, MAX_SCORES // seen))
-        # With few tokens, the tiles become smaller, so that every thread gets one.
+        # If there are few tokens, use smaller tiles, so that no thread is idle.
         per_thread = -(-int(lengths.sum()) * num_kv_heads // torch.get_num_threads())
         return max(1, min(num_rows // group, per_thread))
 

@@ -1,4 +1,4 @@
-"""Finds the largest magnitude of float32 values, to quantize them or to find NaN and infinity."""
+"""Finds the largest absolute value of an array, to quantize it or to detect NaN and infinity."""
 
 # mypy: disable-error-code="no-untyped-call"
 

@@ -263,8 +263,8 @@ def _multiply_panels(
 ) -> None:  # fmt: skip
     """Compute the outputs of panels [first, last) for more than one row; see `_whole_panels`.
 
-    Tiles add to the contiguous scratch array `sums`. Rows of y whose distance is a power of two
-    would share a few sets of the cache.
+    `sums` is a contiguous scratch array for the sums of one panel. Sums are not accumulated in y,
+    because rows of y that are a power of two apart would compete for a few sets of the cache.
     """
     for floor in range(0, num_rows, _BLOCK_ROWS):
         top = min(floor + _BLOCK_ROWS, num_rows)

@@ -198,7 +198,7 @@ def compute_columns(
 ) -> None:  # fmt: skip
     """Allocate scratch arrays, and compute column blocks [first, last) of y [num_rows, width]."""
     sums, shapes = np.empty(BLOCK_ROWS * BLOCK_COLUMNS + 16, np.int32), np.empty(64, np.uint8)
-    sums = sums[-sums.ctypes.data % 64 // 4 :]  # begins at a cache line
+    sums = sums[-sums.ctypes.data % 64 // 4 :]  # aligned to a cache line
     _compute_columns(
         qvalues, num_rows, num_inputs, weights, shifts, factors, scales, bias, y, width, first,
         last, sums, shapes,

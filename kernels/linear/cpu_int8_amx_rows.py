@@ -156,7 +156,7 @@ def _compute_rows(
 ) -> None:  # fmt: skip
     """Compute rows [first, last) of y. `first` is a multiple of BLOCK_ROWS."""
     sums, shapes = np.empty(BLOCK_ROWS * PAIR_COLUMNS + 16, np.int32), np.empty(64, np.uint8)
-    sums = sums[-sums.ctypes.data % 64 // 4 :]  # begins at a cache line
+    sums = sums[-sums.ctypes.data % 64 // 4 :]  # aligned to a cache line
     values = np.empty(3 * BLOCK_ROWS * ROWS, np.float32)
     own_shifts = np.empty(PAIR_COLUMNS, np.int32)
     own_scales, own_bias = np.empty(PAIR_COLUMNS, np.float32), np.empty(PAIR_COLUMNS, np.float32)

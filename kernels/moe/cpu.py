@@ -91,7 +91,10 @@ def _pop_largest(merits: Floats) -> int:
 def _choose_experts(
     op: Longs, arena: Floats, ints: Longs, num_rows: int, me: int, count: int, merits: Floats
 ) -> None:
-    """Execute `topk_softmax` with the scratch array `merits` [E]."""
+    """Choose the experts and weights of each token; see `topk_softmax`.
+
+    `merits` [E] is a scratch array.
+    """
     num_experts, top_k = op[NUM_EXPERTS], op[TOP_K]
     first, last = partition(num_rows, me, count)
     for t in range(first, last):

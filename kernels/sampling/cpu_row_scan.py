@@ -1,4 +1,4 @@
-"""CPU loops of `row_scan`, compiled by numba."""
+"""Finds the largest logit of each row on a CPU, and NaN and infinity; compiled by numba."""
 
 # mypy: disable-error-code="no-untyped-call"
 
@@ -43,10 +43,11 @@ def _largest(values: Floats) -> Any:
 
 @inner()
 def _scan_row(row: Floats) -> tuple[Any, Any, Any]:
-    """Return the index of the first largest element of a row, this element, and a magnitude.
+    """Scan one row.
 
-    The last value is the largest magnitude as bits. The others are undefined if the row contains
-    NaN.
+    Returns:
+        The index of the largest element (the first one on ties), this element, and the bits of the
+        largest magnitude. If the row contains NaN, only the last value is defined.
     """
     best, best_at, magnitude = np.float32(-np.inf), 0, np.int32(0)
     for begin in range(0, len(row), _PIECE):

@@ -26,14 +26,17 @@ LOOPS = "scans"
 class RowScan(NamedTuple):
     """Results of `scan_rows` for R rows."""
 
-    tokens: npt.NDArray[np.int64]  # [R] index of the first largest element; undefined with NaN
+    tokens: npt.NDArray[np.int64]  # [R] index of the (first) largest element; undefined with NaN
     finite: npt.NDArray[np.bool_]  # [R] True for rows without NaN and infinite elements
     # [R] True for rows without NaN whose largest element is finite. Others may be -inf.
     largest_is_finite: npt.NDArray[np.bool_]
 
 
 def scan_rows(logits: Tensor) -> RowScan:
-    """Scan the rows of `logits` [R, V], float32 on a CPU. V must be at least 1."""
+    """Find the largest element of each row of `logits`.
+
+    `logits` are [R, V] float32 on a CPU. V must be at least 1.
+    """
     if not (has_numba() and logits.is_contiguous()) or is_deferred(LOOPS):
         return scan_rows_reference(logits)
     num_rows = len(logits)
@@ -46,7 +49,7 @@ def scan_rows(logits: Tensor) -> RowScan:
 
 
 def scan_rows_reference(logits: Tensor) -> RowScan:
-    """Do the work of `scan_rows` with numpy."""
+    """Reference for `scan_rows`, with numpy; also used while the loops are not compiled."""
     values = logits.numpy()
     tokens = values.argmax(-1)
     largest = values[np.arange(len(values)), tokens]  # NaN if the row contains NaN

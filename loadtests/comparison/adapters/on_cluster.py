@@ -52,7 +52,7 @@ def _arguments(options: dict[str, Any]) -> list[str]:
 
 def _kv(options: dict[str, Any]) -> str:
     chosen = str(options["kv_cache_dtype"])
-    return "float32" if chosen == "auto" else chosen  # the format of `--dtype`
+    return "float32" if chosen == "auto" else chosen  # auto: the dtype of the weights
 
 
 async def _channel(address: str) -> grpc.aio.Channel:

@@ -126,7 +126,7 @@ def test_chunks_of_long_contexts(
     ("num_tokens", "context", "window", "group", "num_threads", "tile_tokens"),
     [
         (512, 512, 0, 3, 2, 32),
-        (512, 16_384, 0, 3, 2, 21),  # 2^20 scores
+        (512, 16_384, 0, 3, 2, 21),  # limited to 2^20 scores per tile
         (512, 131_072, 0, 3, 2, 5),  # not fewer than 16 rows
         (512, 131_072, 1_000, 3, 2, 32),
         (20, 16_384, 0, 1, 2, 20),
