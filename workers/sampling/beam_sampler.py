@@ -42,7 +42,9 @@ class BeamSampler:
         sampled.tokens[at] = steps.tokens
         for key in steps.finished:
             if self._searches.failed(key):
-                sampled.finite[at[keys == key]] = False
+                # `keys == key` would compare the elements of `key` if it is a tuple.
+                is_failed = np.fromiter((each == key for each in keys), np.bool_, len(keys))
+                sampled.finite[at[is_failed]] = False
         counts = self._sampler.num_logprobs(beams)
         requested = [(index, node) for index, node in steps.new_nodes if counts[index] >= 0]
         if requested:

@@ -19,6 +19,7 @@ from penstock.workers.engine.results import BeamResult
 from penstock.workers.sampling.beam_search import BeamSearch
 from penstock.workers.sampling.sampler import TokenLogprobs
 from penstock.workers.scheduling.sequence import FinishReason, Key, NewSequence, Sibling
+from penstock.workers.service.codec import SequenceKey
 from tests.support.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.support.engines import greedy_sequence, tokens_of
 
@@ -281,17 +282,26 @@ def test_four_beams_use_at_most_half_the_blocks_of_four_sequences(pair: EnginePa
     assert sum(used[0]) <= sum(used[1]) / 2
 
 
-def test_search_with_no_allowed_token_left_fails_without_affecting_others(pair: EnginePair) -> None:
-    """Only token 7 is allowed, but not twice in a row, so no beam can have a second token."""
+@pytest.mark.parametrize("has_others", [True, False])
+@pytest.mark.parametrize("key", ["bad", SequenceKey(1, 2, 3)], ids=["text", "tuple"])
+def test_search_with_no_allowed_token_left_fails_without_affecting_others(
+    pair: EnginePair, key: Key, has_others: bool
+) -> None:
+    """Only token 7 is allowed, but not twice in a row, so no beam can have a second token.
+
+    Alone, the search has as many beams as its key has elements, if the key is a tuple.
+    """
     params = params_of(3, 8, allowed_token_ids=(7,), bad_words_token_ids=((7, 7),))
-    pair.engine.submit(sequence("bad", PROMPT[:9], params))
-    pair.engine.submit(sequence("good", PROMPT[:9], KINDS[0][2]))
+    pair.engine.submit(sequence(key, PROMPT[:9], params))
+    if has_others:
+        pair.engine.submit(sequence("good", PROMPT[:9], KINDS[0][2]))
     failed: list[Key] = []
     found: list[BeamResult] = []
     while (result := pair.engine.step()).output is not None:
         failed += result.failed
         found += result.beam_results
-    assert failed == ["bad"]
-    assert [answers_of(each) for each in found] == [pair.expected(0, 9, KINDS[0][2])]
+    assert failed == [key]
+    expected = [pair.expected(0, 9, KINDS[0][2])] if has_others else []
+    assert [answers_of(each) for each in found] == expected
     assert pair.engine.load().used_blocks == 0
-    assert "bad" not in pair.engine._searches
+    assert key not in pair.engine._searches
