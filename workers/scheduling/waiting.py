@@ -114,14 +114,16 @@ class WaitingQueue:
     def __init__(self) -> None:
         self.num_tokens = 0  # tokens to compute, over all waiting sequences
         self._heap: list[tuple[int, SequenceState]] = []
-        self._waiting: set[int] = set()  # arrival numbers of the waiting sequences
+        # For the arrival number of each waiting sequence, the tokens that `num_tokens` counts. The
+        # sequence may have fewer tokens to compute once a choice of it has been dropped.
+        self._waiting: dict[int, int] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def push(self, ticket: SequenceState) -> None:
         heapq.heappush(self._heap, (ticket.arrival, ticket))
-        self._waiting.add(ticket.arrival)
+        self._waiting[ticket.arrival] = ticket.num_uncomputed
         self.num_tokens += ticket.num_uncomputed
 
     def head(self) -> SequenceState | None:
@@ -136,8 +138,7 @@ class WaitingQueue:
             # Pop the entry now, so that the heap never contains the sequence twice.
             # A sequence that was the head may be pushed again after a preemption.
             heapq.heappop(self._heap)
-        self._waiting.remove(ticket.arrival)
-        self.num_tokens -= ticket.num_uncomputed
+        self.num_tokens -= self._waiting.pop(ticket.arrival)
         if len(self._heap) > 2 * len(self._waiting) + 16:
             self._heap = [entry for entry in self._heap if entry[1].arrival in self._waiting]
             heapq.heapify(self._heap)

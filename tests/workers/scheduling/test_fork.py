@@ -134,6 +134,18 @@ def test_choice_dropped_while_it_waits_for_a_cached_prompt_is_never_run() -> Non
     assert bench.batcher.load().used_blocks == 0
 
 
+def test_choice_with_an_answer_dropped_while_it_waits_is_no_longer_counted() -> None:
+    """The choices continue answers of an earlier attempt."""
+    bench = Bench()
+    bench.batcher.submit(with_logs([1, 6], list(range(8)), 20))
+    counted = bench.batcher.load().queued_tokens
+    bench.batcher.drop_choice("a", 1)
+    assert 0 < bench.batcher.load().queued_tokens <= counted
+    bench.run()
+    load = bench.batcher.load()
+    assert (load.queued, load.queued_tokens) == (0, 0)
+
+
 def test_choice_preempted_in_the_step_that_admitted_it_is_not_reported_as_admitted() -> None:
     bench = Bench(num_blocks=10, watermark=0, max_sequences=3, max_batched_tokens=11)
     prompt = list(range(14))
