@@ -147,6 +147,7 @@ class CoreSharing:
         self._set_threads = set_threads
         self._threads = 0  # number of threads of the last step
         self._is_marked = False
+        self._has_failed = False  # whether marks could not be written or read
 
     @property
     def machine(self) -> str:
@@ -158,15 +159,27 @@ class CoreSharing:
 
         Call this on the thread that computes the step.
         """
-        if not self._is_marked:
-            # Mark first, then read: if two workers start at the same time, at least one sees the
-            # other.
-            self._marks.mark(self._own)
-            self._is_marked = True
-        threads = threads_of_step(self._own, self._limit, self._marks.others())
+        threads = threads_of_step(self._own, self._limit, self._others())
         if threads != self._threads:
             self._set_threads(threads)
             self._threads = threads
+
+    def _others(self) -> list[int]:
+        """Mark this worker as computing, and return the shares of the others that compute."""
+        try:
+            if not self._is_marked:
+                # Mark first, then read: if two workers start at the same time, at least one sees
+                # the other.
+                self._marks.mark(self._own)
+                self._is_marked = True
+            return self._marks.others()
+        except OSError as error:
+            # For example, a process of another container has the same process id and uses the file
+            # too. Assume that the other cores are busy.
+            if not self._has_failed:
+                log.warning("this worker does not use the cores of idle workers: %s", error)
+            self._has_failed = True
+            return [self._limit]
 
     def idle(self) -> None:
         """Leave the cores to other workers until the next step."""

@@ -116,6 +116,26 @@ def test_worker_uses_all_cores_only_while_it_computes_alone(
     assert counts == [4, 2, 4]
 
 
+def test_worker_whose_mark_cannot_be_set_keeps_its_share(
+    marks: CoreMarks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A process of another container may have the same process id and lock the same bytes."""
+    counts: list[int] = []
+    sharing = CoreSharing(2, 8, marks, counts.append)
+    with monkeypatch.context() as context:
+        context.setattr(marks, "mark", _raise_blocking)
+        sharing.begin_step()
+        sharing.begin_step()
+        sharing.idle()
+    sharing.begin_step()
+    assert counts == [2, 8]
+    assert len(caplog.records) == 1
+
+
+def _raise_blocking(num_cores: int) -> None:
+    raise BlockingIOError(11, "Resource temporarily unavailable")
+
+
 def test_file_behind_a_link_is_refused(tmp_path: Path) -> None:
     (tmp_path / "target").touch()
     (tmp_path / "marks").symlink_to(tmp_path / "target")
