@@ -17,6 +17,7 @@ KEPT_BYTES = 1 << 30
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # parameters of mallopt
 _TOP_PAD_BYTES = 64 << 20
+_OLD_MMAP_THRESHOLD = 32 << 20
 
 
 NCCL_VARIABLES = {
@@ -55,6 +56,8 @@ def tune_process() -> None:
 def _keep_memory() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # mallopt exists only in glibc
     if mallopt is not None:
-        mallopt(_MMAP_THRESHOLD, KEPT_BYTES)
+        # Before version 2.35, glibc refuses larger thresholds than `_OLD_MMAP_THRESHOLD`.
+        if not mallopt(_MMAP_THRESHOLD, KEPT_BYTES):
+            mallopt(_MMAP_THRESHOLD, _OLD_MMAP_THRESHOLD)
         mallopt(_TRIM_THRESHOLD, KEPT_BYTES)
         mallopt(_TOP_PAD, _TOP_PAD_BYTES)
