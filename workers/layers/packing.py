@@ -17,6 +17,7 @@ from penstock.kernels.linear.quantize_weights import WEIGHT_FORMS, WeightForm
 from penstock.kernels.linear.quantized import supports_dequantizing
 from penstock.kernels.linear.w8a8 import has_w8a8_products
 from penstock.kernels.triton_common.launch import runs_kernels
+from penstock.workers.layers.available_memory import available_bytes
 from penstock.workers.layers.expert_stacks import ExpertStack
 from penstock.workers.layers.linear import FloatMethod, Linear
 from penstock.workers.layers.mla import LatentAttention
@@ -100,7 +101,7 @@ class Packer:
     @cached_property
     def _copies_fit(self) -> bool:
         """Whether copies of all weights fit in `MEMORY_FRACTION` of memory free after loading."""
-        return self._weight_bytes <= MEMORY_FRACTION * (_available() - self._bytes_left)
+        return self._weight_bytes <= MEMORY_FRACTION * (available_bytes() - self._bytes_left)
 
     def pack_float(self, linear: Linear) -> None:
         """Pack float weights for the fastest kernel, if packing pays off."""
@@ -137,12 +138,6 @@ def pack(model: Any, quantization: str, deterministic: bool = False) -> None:
     for module in iter_modules(model, ("up",)):
         if isinstance(module, Linear | LatentAttention):
             packer.finish(module)
-
-
-def _available() -> int:
-    import psutil  # imported here because GPU-only installations may lack it, see docs/gpu.md
-
-    return int(psutil.virtual_memory().available)
 
 
 def linears(model: Any) -> Iterator[Linear]:

@@ -7,10 +7,13 @@ import torch
 from penstock.kernels.kv_cache.format import KvCacheFormat
 from penstock.workers.config import StepSizes, WorkerConfig
 from penstock.workers.kv_transfer.buffers import reserved_bytes
+from penstock.workers.layers.available_memory import available_bytes
 from penstock.workers.models.protocols import ModelInfo
 
-# Fraction of the host's available memory; other workers and the router need memory too.
+# Largest fraction of the available memory for one worker; other programs need memory too.
 _CPU_FRACTION = 0.25
+# Fraction of the available memory for all workers that share the cores of one machine.
+_SHARED_CPU_FRACTION = 0.5
 # Fraction of the GPU memory that is free after loading, if steps are not profiled.
 _GPU_FRACTION = 0.85
 # Fraction of the GPU memory that steps and KV transfers leave free, if steps are profiled.
@@ -29,7 +32,9 @@ def choose_num_blocks(
     """Return the number of KV blocks that `config` sets or that fit into memory.
 
     The worker's ranks evenly share `kv_cache_mib`. Without it, ranks on a CPU evenly share the
-    host's memory; the result is then at most what `max_sequences` full-length sequences can fill.
+    worker's part of the available memory; the result is then at most what `max_sequences`
+    full-length sequences can fill. Workers that share the cores of a machine get parts of its
+    memory in proportion to their cores.
 
     Args:
         sizes: Sizes of steps and blocks.
@@ -47,7 +52,7 @@ def choose_num_blocks(
     if config.kv_cache_mib is not None:
         num_blocks = (config.kv_cache_mib << 20) // num_ranks // block_bytes
     else:
-        num_blocks = _available_bytes(device, profile) // block_bytes
+        num_blocks = _available_bytes(config, device, profile) // block_bytes
         if device.type == "cpu":  # the ranks share the memory of the host
             num_blocks = min(num_blocks // num_ranks, one * sizes.max_sequences)
     if num_blocks < one:
@@ -60,14 +65,18 @@ def choose_num_blocks(
     return num_blocks
 
 
-def _available_bytes(device: torch.device, profile: Callable[[], int] | None) -> int:
+def _available_bytes(
+    config: WorkerConfig, device: torch.device, profile: Callable[[], int] | None
+) -> int:
     if device.type == "cuda":
         if profile is None:
             return _available_on_gpu(device, 0, _GPU_FRACTION)
         return _available_on_gpu(device, profile(), _GPU_FRACTION_OF_REST)
-    import psutil  # imported here because GPU-only installations may lack it, see docs/gpu.md
-
-    return int(psutil.virtual_memory().available * _CPU_FRACTION)
+    fraction = _CPU_FRACTION
+    if config.threads and config.max_threads:
+        fraction_of_cores = config.threads / max(config.max_threads, config.threads)
+        fraction = min(fraction, _SHARED_CPU_FRACTION * fraction_of_cores)
+    return int(available_bytes() * fraction)
 
 
 def _available_on_gpu(device: torch.device, needed: int, fraction: float) -> int:

@@ -1,4 +1,4 @@
-"""The number of KV blocks on a GPU leaves room for steps, graphs and KV transfers."""
+"""The number of KV blocks leaves room for other programs, and on a GPU for steps and transfers."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +12,7 @@ from penstock.workers.config import StepSizes, WorkerConfig
 from penstock.workers.kv_transfer.buffers import BUFFER_BYTES, NUM_BUFFERS, reserved_bytes
 from penstock.workers.kv_transfer.protocol.messages import MAX_PEERS
 from penstock.workers.models.protocols import ModelInfo
+from penstock.workers.rank import kv_cache_size
 from penstock.workers.rank.kv_cache_size import choose_num_blocks
 
 SIZES = StepSizes(block_size=64, max_sequences=4, max_batched_tokens=64)
@@ -39,3 +40,26 @@ def test_blocks_leave_room_for_steps_buffers_and_communicators(
 
 def test_size_that_the_operator_sets_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert num_blocks(monkeypatch, kv_cache_mib=1024) == 1024
+
+
+def fraction_on_cpu(monkeypatch: pytest.MonkeyPatch, **config: Any) -> float:
+    """Return the fraction of the available memory that a CPU worker's cache takes."""
+    monkeypatch.setattr(kv_cache_size, "available_bytes", lambda: FREE)
+    spec = SimpleNamespace(num_layers=2, kv_shape=(2, 8, BYTES_PER_TOKEN // 64))
+    given = WorkerConfig("w", Path("m"), **config)
+    many = StepSizes(block_size=64, max_sequences=1 << 20, max_batched_tokens=1 << 20)
+    num = choose_num_blocks(given, many, cast(ModelInfo, spec), 99, torch.device("cpu"), BF16)
+    return num * many.block_size * BYTES_PER_TOKEN / FREE
+
+
+def test_cpu_worker_leaves_memory_to_other_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert fraction_on_cpu(monkeypatch) == pytest.approx(0.25, rel=0.01)
+    assert fraction_on_cpu(monkeypatch, threads=8, max_threads=8) == pytest.approx(0.25, rel=0.01)
+
+
+@pytest.mark.parametrize("num_workers", [2, 4, 16])
+def test_cpu_workers_of_one_machine_take_at_most_half_of_its_memory(
+    monkeypatch: pytest.MonkeyPatch, num_workers: int
+) -> None:
+    found = fraction_on_cpu(monkeypatch, threads=64 // num_workers, max_threads=64)
+    assert num_workers * found == pytest.approx(0.5, rel=0.01)
