@@ -24,6 +24,7 @@ from penstock.router.observability.role_recorder import RoleRecorder
 from penstock.router.observability.role_registry import Assignments
 from penstock.router.requests.admission import RequestAdmission
 from penstock.router.requests.background_tasks import BackgroundTasks
+from penstock.router.requests.canceller import RequestCanceller
 from penstock.router.requests.generation_defaults import GenerationDefaults
 from penstock.router.requests.open_requests import OpenRequests
 from penstock.router.requests.prompt_encoder import PromptEncoder
@@ -93,6 +94,7 @@ class Frontend:
         dispatcher.listen(self.explanations)
         self.background = BackgroundTasks()
         self._requests = OpenRequests(self.metrics, self.explanations)
+        self._canceller = RequestCanceller(self._cancel)
         hasher = PromptHasher(config.hash_key, self._links.block_sizes, self.prompts.run_in_line)
         self._admission = RequestAdmission(config, tokenizer, self.post, hasher, helpers)
         self._events: deque[ev.Event] = deque()
@@ -179,7 +181,7 @@ class Frontend:
         """
         if self.is_draining or self.is_paused:
             raise shutting_down()
-        answers = ResponseStream(self.config.bounds.max_unread_tokens, self._cancel)
+        answers = ResponseStream(self.config.bounds.max_unread_tokens, self._canceller.cancel)
         now = self._loop.time()
         admitted = await self._admission.admit_call(requests, answers, self.model, now)
         # All checks have passed, so below only the queue can still refuse a request.
@@ -197,10 +199,9 @@ class Frontend:
             raise
         return answers
 
-    def _cancel(self, requests: Sequence[int]) -> None:
-        for request in requests:
-            if self._requests.cancel(request, self._loop.time()):
-                self.post(ev.ClientDisconnected(request))
+    def _cancel(self, request: int) -> None:
+        if self._requests.cancel(request, self._loop.time()):
+            self.post(ev.ClientDisconnected(request))
 
     # ------------------------------------------------------------ events and commands
 

@@ -89,6 +89,21 @@ async def test_request_is_dropped_although_another_is_pipelined_behind_it(
         await until_dropped(served)
 
 
+async def test_call_of_many_prompts_is_cancelled_in_short_callbacks(served: Served) -> None:
+    """The fixture `callback_times` fails the test if a callback takes too long."""
+    served.worker.stepping.clear()
+    body = {"prompt": ["hi"] * 1000, "max_tokens": 500, "stream": True}
+    frontend = served.router.frontend
+    async with httpx.AsyncClient(base_url=served.url, timeout=60) as http:
+        call = asyncio.create_task(http.post("/v1/completions", json=body))
+        await until(lambda: frontend.num_open_requests == 1000)
+        call.cancel()
+        await asyncio.wait([call])
+        await until(lambda: frontend.num_open_requests == 0)
+    await until(lambda: not served.worker.runs)
+    assert frontend.metrics.finished["cancelled"] == 1000
+
+
 async def test_request_is_dropped_when_its_grpc_client_disconnects(config: RouterConfig) -> None:
     worker = StubWorker(step_seconds=0.002)
     async with serving(config, worker) as served:
