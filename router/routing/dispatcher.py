@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, TypeAlias
 
 from penstock.common.worker_load import WorkerLoad
@@ -49,7 +50,7 @@ from penstock.router.routing.queue.recovery_throttle import RecoveryThrottle
 from penstock.router.routing.queue.tenant_quotas import Amount
 from penstock.router.routing.queue.timeouts import DEADLINE_PASSED, RequestTimeouts
 from penstock.router.routing.request_state import Phase, RequestState, phase_of
-from penstock.router.routing.request_table import RequestTable
+from penstock.router.routing.request_table import MAX_EXPIRED, RequestTable
 from penstock.router.routing.token_runs import TokenRun, append_runs
 from penstock.router.routing.transfer_peers import TransferPeers
 from penstock.router.routing.worker_events import WorkerEventHandler
@@ -209,7 +210,8 @@ class Dispatcher:
             self._requests.reconcile(state, out, now)
 
     def _tick(self, event: Tick, out: Commands, now: float) -> None:
-        for state, status, message in self._timeouts.expired(self._requests.states, now):
+        expired = self._timeouts.expired(self._requests.states, now)
+        for state, status, message in islice(expired, MAX_EXPIRED):
             state.end(status, message, out)
             self._requests.reconcile(state, out, now)
         suspects, silent = self._registry.check_liveness(now)

@@ -20,6 +20,7 @@ from penstock.router.routing.events import (
     Status,
     Stepped,
     Submit,
+    Tick,
     TokenColumns,
     WorkerLost,
     WorkerUp,
@@ -27,6 +28,7 @@ from penstock.router.routing.events import (
     Yielded,
 )
 from penstock.router.routing.request_state import Phase
+from penstock.router.routing.request_table import MAX_EXPIRED
 from tests.support.columns import NewToken, columns_of
 from tests.support.router_harness import AT, D, E, M, P, Router, ends, submits
 from tests.support.router_world import info_of
@@ -208,6 +210,19 @@ def test_request_whose_deadline_has_passed_is_not_queued() -> None:
     commands = router.arrive(1, deadline=router.now)
     assert commands == [EndRequest(1, Status.DEADLINE, "the deadline passed")]
     assert router.dispatcher.num_ended == {Status.DEADLINE: 1}
+
+
+def test_many_requests_with_one_deadline_are_ended_over_several_events() -> None:
+    router, num = Router(), 3 * MAX_EXPIRED + 1
+    for request in range(1, num + 1):
+        router.arrive(request, deadline=router.now + 1)
+    router.now += 2
+    ended: list[int] = []
+    while len(ended) < num:
+        now = [request for request, _ in ends(router(Tick()))]
+        assert 0 < len(now) <= 2 * MAX_EXPIRED
+        ended += now
+    assert sorted(ended) == list(range(1, num + 1))
 
 
 def test_queued_request_is_not_placed_after_its_deadline() -> None:
