@@ -72,8 +72,7 @@ class Frontend:
         helpers: HelperPool,
     ) -> None:
         self.config, self.defaults = config, defaults
-        self.tokenizer = tokenizer
-        self.helpers = helpers
+        self.tokenizer, self.helpers = tokenizer, helpers
         self.prompts = PromptEncoder(tokenizer, config, lambda: self.model, helpers)
         self.metrics = RequestMetrics(tenants)
         self.is_draining = self.is_stopped = self.is_paused = False
@@ -84,8 +83,7 @@ class Frontend:
         self.node = ""  # IP address of the router's node, or empty if unknown
         # Callback for a stuck worker; arguments: the worker's name, its address and the reason.
         self.on_stuck_worker: Callable[[str, str, str], None] = lambda worker, address, reason: None
-        self._limits = limits
-        self._dispatcher = dispatcher
+        self._limits, self._dispatcher = limits, dispatcher
         identity = RouterIdentity(config.name, incarnation, config.worker_token)
         self._links = WorkerLinks(identity, self.post)
         self.step_records = self._links.step_records
@@ -145,8 +143,8 @@ class Frontend:
 
     @property
     def num_open_requests(self) -> int:
-        """Number of requests that have not ended."""
-        return len(self._requests)
+        """Number of requests that have not ended, including those that are being checked."""
+        return len(self._requests) + self._admission.num_pending
 
     def take_snapshot(self) -> snapshot.ClusterState:
         """Return the current state of the router and its workers."""
@@ -184,6 +182,8 @@ class Frontend:
         answers = ResponseStream(self.config.bounds.max_unread_tokens, self._canceller.cancel)
         now = self._loop.time()
         admitted = await self._admission.admit_call(requests, answers, self.model, now)
+        if self.is_stopped:
+            raise shutting_down()
         # All checks have passed, so below only the queue can still refuse a request.
         slices = Slices()
         try:
@@ -284,7 +284,7 @@ class Frontend:
         """Refuse new requests, and wait up to `seconds` for the running requests to end."""
         self.is_draining = True
         self._readiness_listeners.report(self.why_not_ready())
-        await self.background.drain(self._requests, seconds)
+        await self.background.drain(lambda: self.num_open_requests > 0, seconds)
 
     async def stop(self) -> None:
         """End open calls with UNAVAILABLE and close the streams to all workers."""

@@ -59,6 +59,7 @@ class RequestAdmission:
         self._tokenizer = tokenizer
         self._on_stop_string = on_stop_string
         self._request_ids = itertools.count(1)
+        self.num_pending = 0  # requests whose checks have begun but have not ended
 
     async def admit_call(
         self,
@@ -75,6 +76,19 @@ class RequestAdmission:
         Raises:
             ServingError: INVALID, if a request is refused.
         """
+        self.num_pending += len(requests)
+        try:
+            return await self._admit_call(requests, stream, model, now)
+        finally:
+            self.num_pending -= len(requests)
+
+    async def _admit_call(
+        self,
+        requests: Sequence[GenerationRequest],
+        stream: ResponseStream,
+        model: ModelLimits,
+        now: float,
+    ) -> list[tuple[ev.Request, RequestOutput]]:
         bounds = self._config.bounds
         check_sizes(CallSizes(prompts=len(requests)), bounds)
         slices = Slices()

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine, Sized
+from collections.abc import Callable, Coroutine
 
 POLL_SECONDS = 0.05
 END_SECONDS = 5.0
@@ -22,11 +22,11 @@ class BackgroundTasks:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def drain(self, requests: Sized, seconds: float) -> None:
-        """Wait up to `seconds` until neither open requests nor tasks are left."""
+    async def drain(self, has_requests: Callable[[], bool], seconds: float) -> None:
+        """Wait up to `seconds` until neither requests nor tasks are left."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while requests or self._tasks:
+                while has_requests() or self._tasks:
                     await asyncio.sleep(POLL_SECONDS)
 
     async def end(self, seconds: float = END_SECONDS) -> None:

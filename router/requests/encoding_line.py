@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+from penstock.router.errors import shutting_down
 from penstock.router.requests.fair_line import FairLine
 
 T = TypeVar("T")
@@ -34,6 +35,7 @@ class EncodingLine:
     def __init__(self, max_chars: int) -> None:
         self._line: FairLine[_Job] = FairLine(max_chars, NUM_THREADS)
         self._executor = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenizer")
+        self._is_closed = False
 
     @property
     def num_waiting(self) -> int:
@@ -44,8 +46,11 @@ class EncodingLine:
         """Run `work` in a thread when the tenant's turn comes; return its result.
 
         Raises:
-            ServingError: OVERLOADED if too many characters wait already.
+            ServingError: OVERLOADED if too many characters wait already; UNAVAILABLE if the line is
+                closed before the job begins.
         """
+        if self._is_closed:
+            raise shutting_down()
         job = _Job(work, asyncio.get_running_loop().create_future())
         self._line.add(tenant, job, num_chars)
         self._start()
@@ -57,10 +62,11 @@ class EncodingLine:
             raise
 
     def close(self) -> None:
-        """Stop the threads; jobs that have not begun are dropped."""
+        """Stop the threads; callers whose jobs have not begun get UNAVAILABLE."""
+        self._is_closed = True
         self._executor.shutdown(wait=False, cancel_futures=True)
         for job in self._line.clear():
-            job.done.cancel()
+            _refuse(job)
 
     def _start(self) -> None:
         """Begin jobs while a thread is free and a waiting job's tenant has no running job."""
@@ -72,10 +78,15 @@ class EncodingLine:
     def _ended(self, slot: int, job: _Job, ran: "asyncio.Future[Any]") -> None:
         self._line.end(slot)
         if ran.cancelled():
-            job.done.cancel()
+            _refuse(job)
         elif (error := ran.exception()) is not None:
             if not job.done.done():
                 job.done.set_exception(error)
         elif not job.done.done():
             job.done.set_result(ran.result())
         self._start()
+
+
+def _refuse(job: _Job) -> None:
+    if not job.done.done():
+        job.done.set_exception(shutting_down())

@@ -196,6 +196,37 @@ async def test_drain_finishes_running_requests_and_refuses_new_ones(config: Rout
         assert answer.json()["usage"]["completion_tokens"] == 50
 
 
+@pytest.mark.parametrize("is_stopped", [False, True])
+async def test_call_that_is_being_checked_is_answered_or_refused(
+    config: RouterConfig, monkeypatch: pytest.MonkeyPatch, is_stopped: bool
+) -> None:
+    """A drain waits for the call; a stop refuses it."""
+    async with (
+        serving(config, StubWorker()) as served,
+        httpx.AsyncClient(base_url=served.url, timeout=30) as http,
+    ):
+        frontend, checked = served.router.frontend, asyncio.Event()
+
+        async def check_late(requests: object) -> None:
+            await checked.wait()
+
+        monkeypatch.setattr(frontend._admission._checker, "check", check_late)
+        call = asyncio.create_task(http.post("/v1/completions", json={"prompt": "hi"}))
+        await until(lambda: frontend.num_open_requests == 1)
+        if is_stopped:
+            await frontend.stop()
+            checked.set()
+            assert (await call).status_code == 503
+            return
+        draining = asyncio.create_task(served.router.drain(20))
+        await until(frontend.why_not_ready)
+        assert not draining.done()
+        checked.set()
+        await draining
+        assert (await call).status_code == 200
+    assert frontend.num_open_requests == 0
+
+
 async def test_drain_times_out_and_stop_ends_the_remaining_requests_with_503(
     config: RouterConfig,
 ) -> None:

@@ -112,9 +112,13 @@ async def test_text_longer_than_the_bound_is_encoded_if_nothing_waits(line: Line
     assert await line.line.run("a", 1000 * SIZE, line.job("x")) == "x"
 
 
-async def test_closed_line_drops_waiting_texts(line: Line) -> None:
+async def test_closed_line_refuses_waiting_and_later_texts(line: Line) -> None:
     await line.add("a", "first")
     waiting = await line.add("a", "second")
     line.line.close()
-    await asyncio.wait([waiting])
-    assert waiting.cancelled()
+    for call in (waiting, line.line.run("a", SIZE, line.job("third"))):
+        with pytest.raises(ServingError, match="shutting down") as refusal:
+            await call
+        assert refusal.value.code is Code.UNAVAILABLE
+    await line.finish()
+    assert line.ran == ["first"]
