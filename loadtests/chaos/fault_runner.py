@@ -77,7 +77,7 @@ class FaultRunner:
             number = f"{fault.number + 1}/{len(plan)}: {fault.kind}"
             injection = await self._inject_when_possible(fault)
             if injection is None:
-                self._print_line(f"{number}: skipped, no target found for {SEARCH_SECONDS:g} s")
+                self._print_line(f"{number}: skipped, no effect within {SEARCH_SECONDS:g} s")
                 continue
             self.injected.append(injection)
             self._print_line(f"{number}, {injection.title} ({injection.moment})")

@@ -1,4 +1,4 @@
-"""The fault runner without a cluster: a fault that finds no target is skipped."""
+"""The fault runner without a cluster: a fault without effect is skipped."""
 
 import itertools
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from penstock.loadtests.chaos.faults import Fault, InjectedFault
 
 
 class StubFaultRunner(FaultRunner):
-    """A runner whose target appears at try number `found_at`; with 0, the target never appears."""
+    """A runner whose try number `found_at` takes effect; with 0, no try takes effect."""
 
     tries = 0
     found_at = 0
@@ -30,9 +30,9 @@ class StubFaultRunner(FaultRunner):
 
 
 @pytest.mark.parametrize(
-    ("found_at", "ending"), [(0, "skipped, no target found for 20 s"), (3, "worker (any)")]
+    ("found_at", "ending"), [(0, "skipped, no effect within 20 s"), (3, "worker (any)")]
 )
-async def test_fault_without_a_target_is_skipped_and_printed(
+async def test_fault_without_effect_is_skipped_and_printed(
     found_at: int, ending: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seconds = itertools.count()  # each reading advances the clock by 1 s
