@@ -126,7 +126,23 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"models": {"b": {}, "a": {}}}, "models: this version serves one model; found a, b: keep one"),
     (
         {"models": {"m": {"deterministic": True}}, "pools": {"decode": {"blockSize": 32}}},
-        "models.m.deterministic: all pools need the same blockSize, found 16, 32",
+        "models.m.deterministic: all pools need the same blockSize, found 32, default",
+    ),
+    (
+        # The cluster file does not contain values that are not set, so the driver sees no default.
+        {"models": {"m": {"deterministic": True}}, "pools": {"decode": {"blockSize": 16}}},
+        "models.m.deterministic: all pools need the same blockSize, found 16, default",
+    ),
+    *(
+        (
+            {
+                "models": {"m": {"deterministic": True}},
+                "poolDefaults": {"gpusPerNode": 8, "tp": 2},
+                "pools": {"decode": {name: other}},
+            },
+            f"models.m.deterministic: all pools need the same {name}, found {found}",
+        )
+        for name, other, found in (("tp", 4, "2, 4"), ("pp", 2, "1, 2"), ("ep", 2, "1, 2"))
     ),
     # Cases: pools that cannot serve, and contradictory counts.
     ({"pools": {"prefill": {"replicas": 0}}}, "pools: no worker prefills"),
@@ -249,7 +265,8 @@ def test_similar_values_without_the_mistake_are_accepted() -> None:
         {"pools": {"decode": {"blockSize": 32}}},
         {
             "models": {"m": {"deterministic": True}},
-            "pools": {"decode": {"blockSize": 16}, "mixed": {"replicas": 0, "blockSize": 8}},
+            "poolDefaults": {"blockSize": 16},
+            "pools": {"mixed": {"replicas": 0, "blockSize": 8, "tp": 2, "gpusPerNode": 2}},
         },
     ):
         chart.render(values)

@@ -94,12 +94,16 @@ podCpus and podGpus. */ -}}
 {{- fail (printf "models: this version serves one model; found %s: keep one" (keys .Values.models | sortAlpha | join ", ")) -}}
 {{- end -}}
 {{- $counts := dict -}}
-{{- $blockSizes := dict -}}
+{{- /* For each setting, the values of all pools. The driver compares them as they are set. */ -}}
+{{- $found := dict "blockSize" dict "tp" dict "pp" dict "ep" dict -}}
 {{- range $role := list "prefill" "decode" "mixed" -}}
 {{- $pool := include "penstock.pool" (dict "root" $ "role" $role) | fromYaml -}}
 {{- $least := int $pool.least -}}{{- $most := int $pool.most -}}{{- $replicas := int $pool.replicas -}}
 {{- $_ := set $counts $role $most -}}
-{{- if $most -}}{{- $_ := set $blockSizes (default 16 $pool.blockSize | int | toString) $role -}}{{- end -}}
+{{- range $key, $values := $found -}}
+{{- $value := get $pool $key -}}
+{{- if $most -}}{{- $_ := set $values (ternary ($value | int | toString) "default" (not (empty $value))) $role -}}{{- end -}}
+{{- end -}}
 {{- if or (lt $replicas $least) (gt $replicas $most) -}}
 {{- fail (printf "pools.%s: replicas: %d is not between minReplicas (%d) and maxReplicas (%d): correct one of them" $role $replicas $least $most) -}}
 {{- end -}}
@@ -125,8 +129,10 @@ podCpus and podGpus. */ -}}
 {{- fail (printf "pools.%s: minReplicas and maxReplicas differ, but standalone.autoscaler is none: make them equal, or set it to keda or hpa" $role) -}}
 {{- end -}}
 {{- end -}}
-{{- if and (include "penstock.model" . | fromYaml).deterministic (gt (len $blockSizes) 1) -}}
-{{- fail (printf "models.%s.deterministic: all pools need the same blockSize, found %s: make them equal" (include "penstock.modelName" .) (keys $blockSizes | sortAlpha | join ", ")) -}}
+{{- range $key, $values := $found -}}
+{{- if and (include "penstock.model" $ | fromYaml).deterministic (gt (len $values) 1) -}}
+{{- fail (printf "models.%s.deterministic: all pools need the same %s, found %s: make them equal" (include "penstock.modelName" $) $key (keys $values | sortAlpha | join ", ")) -}}
+{{- end -}}
 {{- end -}}
 {{- $name := include "penstock.fullname" . -}}
 {{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" $name) -}}
