@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
 from penstock.cluster.processes import process_id
 from penstock.cluster.processes.process_id import ProcessId
@@ -108,9 +108,18 @@ class ActorHandle:
             self._death.set_result(reason)
 
     async def call(self, method: str, *arguments: object) -> Any:
-        """Call a method of the actor. Return None if the process is dead."""
-        with suppress(RayActorError):
+        """Call a method of the actor. Return None if the process is dead.
+
+        Raises:
+            RayTaskError: the method raised an exception.
+        """
+        try:
             return await getattr(self._actor, method).remote(*arguments)
+        except RayTaskError:
+            raise
+        # Not only `RayActorError`: Ray's memory monitor, for example, causes an `OutOfMemoryError`.
+        except RayError:
+            return None
 
     async def drain(self, seconds: float) -> None:
         """Drain the hosted router or worker.

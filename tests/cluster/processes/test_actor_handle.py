@@ -10,7 +10,15 @@ import psutil
 import pytest
 import ray
 from ray.core.generated.common_pb2 import ActorDiedErrorContext
-from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
+from ray.exceptions import (
+    ActorDiedError,
+    ActorUnavailableError,
+    ActorUnschedulableError,
+    NodeDiedError,
+    OutOfMemoryError,
+    RayError,
+    RayTaskError,
+)
 
 from penstock.cluster.processes import actor_handle, process_id
 from penstock.cluster.processes.actor_handle import ActorHandle, StartFailed
@@ -130,6 +138,10 @@ async def test_progress_that_arrives_after_the_start_is_dropped(actor: FakeActor
     [
         (actor_died("The actor died because its node has died."), "its node died"),
         (task_error(RuntimeError("the engine failed\nat length")), "the engine failed"),
+        (
+            OutOfMemoryError("killed\nat length"),
+            "its process died (killed, crashed, or out of memory)",
+        ),
     ],
 )
 async def test_death_has_a_one_line_reason(actor: FakeActor, error: Exception, reason: str) -> None:
@@ -187,13 +199,35 @@ async def test_process_that_does_not_stop_in_time_is_killed(
     assert killed == [actor]
 
 
-async def test_call_of_a_dead_process_returns_none(actor: FakeActor) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        ActorDiedError(),
+        ActorUnavailableError("out of reach", None),
+        ActorUnschedulableError("its node has died"),
+        NodeDiedError("its node has died"),
+        OutOfMemoryError("Ray's memory monitor has killed it"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+async def test_call_of_a_dead_process_returns_none(actor: FakeActor, error: RayError) -> None:
     async def died() -> None:
-        raise ActorDiedError()
+        raise error
 
     actor.stop = Remote(died)
     handle = ActorHandle("worker", actor, lambda *_: None)
     assert await handle.call("stop") is None
+    handle.kill()
+
+
+async def test_call_raises_the_error_of_the_method(actor: FakeActor) -> None:
+    async def failed() -> None:
+        raise task_error(ValueError("unknown worker"))
+
+    actor.stop = Remote(failed)
+    handle = ActorHandle("worker", actor, lambda *_: None)
+    with pytest.raises(RayTaskError):
+        await handle.call("stop")
     handle.kill()
 
 
