@@ -1,12 +1,9 @@
 """The driver's handle of a process, with a fake actor that raises Ray's errors."""
 
 import asyncio
-import signal
-import subprocess
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import psutil
 import pytest
 import ray
 from ray.core.generated.common_pb2 import ActorDiedErrorContext
@@ -293,16 +290,3 @@ async def test_kill_also_kills_by_process_id(
             await asyncio.sleep(0)
     handle.kill()
     assert (killed, ended) == ([actor], [actor.process])
-
-
-def test_kill_local_kills_a_stopped_process_but_not_a_reused_process_id() -> None:
-    process = subprocess.Popen(["sleep", "600"])
-    try:
-        created = psutil.Process(process.pid).create_time()
-        assert not process_id.kill_local(process.pid, created - 60.0)
-        process.send_signal(signal.SIGSTOP)
-        assert process_id.kill_local(process.pid, created)
-        assert process.wait(60) == -signal.SIGKILL
-        assert not process_id.kill_local(process.pid, created)
-    finally:
-        process.kill()
