@@ -181,7 +181,30 @@ def _nothing() -> None:
 def serve(spec: ClusterSpec, folder: Path, view: View, api_keys: Sequence[ApiKey]) -> int:
     """Serve until the cluster is stopped, and return the exit code."""
     interrupts = Interrupts()
-    interrupts.install()
+    code, failure = 0, ""
+    try:
+        interrupts.install()
+        failure = _serve(spec, folder, view, interrupts, api_keys)
+    except (KeyboardInterrupt, SystemExit):
+        code = STOPPED_BY_SIGNAL
+    finally:
+        interrupts.first = _nothing
+        view.close()
+    if failure:
+        print(f"penstock serve: {failure}", file=sys.stderr)
+        return 1
+    view.print_line("stopped")
+    return code
+
+
+def _serve(
+    spec: ClusterSpec,
+    folder: Path,
+    view: View,
+    interrupts: Interrupts,
+    api_keys: Sequence[ApiKey],
+) -> str:
+    """Serve until the cluster is stopped. Return the reason if it failed, and "" otherwise."""
     # Importing Ray takes a second, so errors about arguments are reported before this import.
     from penstock.cluster.placement.placement_plan import PlacementError
     from penstock.cluster.processes.actor_handle import StartFailed
@@ -195,16 +218,8 @@ def serve(spec: ClusterSpec, folder: Path, view: View, api_keys: Sequence[ApiKey
         with run.session:
             run.supervise(lambda stop: Supervisor(spec, folder, run.show, api_keys).run(stop))
     except (RayFailed, PlacementError, StartFailed) as error:
-        view.close()
-        print(f"penstock serve: {error}", file=sys.stderr)
-        return 1
-    except (KeyboardInterrupt, SystemExit):
-        code = STOPPED_BY_SIGNAL
-    else:
-        code = 0
-    view.close()
-    view.print_line("stopped")
-    return code
+        return str(error)
+    return ""
 
 
 class _Run:

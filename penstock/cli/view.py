@@ -96,7 +96,6 @@ class Bars:
             _Seconds(),
             console=console,
         )
-        self._progress.start()
 
     def print_line(self, text: str) -> None:
         self._console.print(text, soft_wrap=True, markup=False, highlight=False)
@@ -122,6 +121,9 @@ class Bars:
             self._progress.stop()
 
     def _update_bar(self, title: str, notice: status_events.Progress | status_events.Ready) -> None:
+        # This hides the cursor. `__init__` must not do so, because an interrupt could follow before
+        # the caller has the object whose `close` shows the cursor again.
+        self._progress.start()
         if title not in self._tasks:
             self._tasks[title] = self._progress.add_task(title, total=None, stage="", weights=False)
         task = self._progress.tasks[self._tasks[title]]
