@@ -4,6 +4,7 @@ import logging
 import os
 import secrets
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
@@ -100,21 +101,42 @@ class RaySession:
     def __enter__(self) -> Self:
         # The supervisor reports dead workers, so suppress Ray's own messages about them.
         ray_worker._worker_logs_enabled = False
+        on_sigterm = signal.getsignal(signal.SIGTERM)
         try:
             self._start()
-        except Exception as error:  # Ray raises a plain `Exception` if a node starts too slowly
-            self.stop()
+        except BaseException as error:
+            self._clean_up(on_sigterm)
+            if not isinstance(error, Exception):
+                raise
+            # Ray raises a plain `Exception` if a node starts too slowly.
             what = "Ray did not start"
             if self._address is not None:
                 what = f"cannot connect to Ray at {self._address}"
             raise RayFailed(f"{what}: {first_line(error)}") from error
-        except BaseException:
-            self.stop()
-            raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.stop()
+        self._clean_up()
+
+    def _clean_up(self, on_sigterm: Any = None) -> None:
+        """Call `stop`. If a signal handler raises an exception meanwhile, call it again.
+
+        Args:
+            on_sigterm: if not None, the handler of SIGTERM to restore. Ray's own handler raises
+                SystemExit at every signal, so a second signal would interrupt the second call.
+        """
+        try:
+            if on_sigterm is not None:
+                signal.signal(signal.SIGTERM, on_sigterm)
+            self.stop()
+        except BaseException:
+            try:
+                # `abandon` alone is not enough: Ray would shut down when Python exits, and create
+                # its folder again.
+                self.stop()
+            finally:
+                self.abandon()
+            raise
 
     def _start(self) -> None:
         if self._address is None:

@@ -1,6 +1,9 @@
 """Start of a local Ray: waits for a slow raylet, and every failure is an error of one line."""
 
+import signal
+import sys
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -106,6 +109,64 @@ def test_any_failure_of_ray_is_an_error_of_one_line(
     with pytest.raises(RayFailed) as failure, RaySession(None):
         pass
     assert str(failure.value) == "Ray did not start: The current node timed out."
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("step", ["alive", "shutdown", "wait", "kill"])
+@pytest.mark.parametrize("has_started", [False, True])
+def test_signal_during_the_cleanup_does_not_skip_the_rest_of_it(
+    step: str,
+    kind: type[BaseException],
+    has_started: bool,
+    children: Children,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[str] = []
+
+    def call(name: str, *_: object) -> list[Process]:
+        calls.append(name)
+        if name == step and calls.count(name) == 1:
+            raise kind
+        return []
+
+    def start(session: RaySession, folder: Path) -> None:
+        (folder / "ray").mkdir()
+        for name in ("alive", "wait", "kill"):
+            monkeypatch.setattr(children, name, partial(call, name))
+        if not has_started:
+            raise RuntimeError("The current node timed out.")
+
+    monkeypatch.setattr(RaySession, "_init_local", start)
+    monkeypatch.setattr(RaySession, "_start", RaySession._start_repeatedly)
+    monkeypatch.setattr(ray, "shutdown", partial(call, "shutdown"))
+    session = RaySession(None)
+    with pytest.raises(kind), session:
+        assert has_started
+    assert calls[-5:] == ["alive", "shutdown", "wait", "kill", "kill"], (
+        "all steps, without a signal"
+    )
+    assert session._folder is not None
+    assert not session._folder.exists()
+
+
+def test_cleanup_of_a_failed_start_does_not_use_the_signal_handler_of_ray(
+    children: Children, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    handlers: list[object] = []
+
+    def start(session: RaySession) -> None:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+        raise RuntimeError("The current node timed out.")
+
+    monkeypatch.setattr(RaySession, "_start", start)
+    monkeypatch.setattr(ray, "shutdown", lambda: handlers.append(signal.getsignal(signal.SIGTERM)))
+    try:
+        with pytest.raises(RayFailed), RaySession(None):
+            pass
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert handlers == [before]
 
 
 @pytest.mark.parametrize("failures", [0, 2, 3])
