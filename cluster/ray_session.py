@@ -97,6 +97,7 @@ class RaySession:
         self._folder: Path | None = None
         self._vital: list[psutil.Process] = []
         self._descendants = DescendantTracker()
+        self._started: list[subprocess.Popen[bytes]] = []  # Ray's processes
 
     def __enter__(self) -> Self:
         # The supervisor reports dead workers, so suppress Ray's own messages about them.
@@ -151,6 +152,11 @@ class RaySession:
         """
         return all(map(is_alive, self._vital))
 
+    def reap_orphans(self) -> None:
+        """Reap ended orphans, such as the helper processes of a router that was killed."""
+        waiting = {each.pid for each in self._started if each.returncode is None}
+        self._descendants.reap_orphans(waiting)
+
     def _start_local(self) -> None:
         # Without a token, Ray would generate one and write it to a file in the home folder.
         os.environ.update(_LOCAL_SETTINGS, RAY_AUTH_TOKEN=secrets.token_hex(32))
@@ -204,7 +210,9 @@ class RaySession:
         drained.
         """
         passed = child_environment(env, os.environ, self._pass_env, self._secret_env)
-        return subprocess.Popen(command, env=passed, start_new_session=True, **options)
+        process = subprocess.Popen(command, env=passed, start_new_session=True, **options)
+        self._started.append(process)
+        return process
 
     def _wait_for_node(self, gcs_address: str, node_id: str) -> Any:
         """Wait until the raylet has registered its node, and return the node's description.

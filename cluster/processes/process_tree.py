@@ -4,6 +4,7 @@ import ctypes
 import os
 import sys
 import time
+from collections.abc import Collection
 from contextlib import suppress
 
 import psutil
@@ -16,6 +17,7 @@ class DescendantTracker:
 
     On Linux, this process is a child subreaper until `kill` returns. The kernel then makes this
     process the parent of its orphaned descendants, so that the tracker finds all descendants.
+    Call `reap_orphans` regularly. Otherwise, orphans that have ended remain as zombies.
     """
 
     def __init__(self) -> None:
@@ -29,6 +31,26 @@ class DescendantTracker:
             if child.pid not in self._preexisting:
                 self._seen[child.pid] = child
         return [each for each in self._seen.values() if is_alive(each)]
+
+    def reap_orphans(self, started: Collection[int] = ()) -> None:
+        """Reap the adopted orphans that have ended.
+
+        Children that this process has started are not reaped, because other code waits for their
+        exit codes. They belong to the session of this process, while an adopted orphan usually
+        belongs to the session that one of its ancestors has created.
+
+        Args:
+            started: PIDs of the children that this process has started in sessions of their own.
+        """
+        if sys.platform != "linux" or not _has_ended_child():
+            return
+        session = os.getsid(0)
+        for child in psutil.Process().children():
+            if child.pid in started or child.pid in self._preexisting:
+                continue
+            with suppress(psutil.Error, OSError):
+                if child.status() == psutil.STATUS_ZOMBIE and os.getsid(child.pid) != session:
+                    os.waitpid(child.pid, os.WNOHANG)
 
     def wait(self, seconds: float) -> None:
         """Wait up to `seconds` for the tracked descendants to exit."""
@@ -60,6 +82,14 @@ def is_alive(process: psutil.Process) -> bool:
         if not process.is_running():
             return False
         return process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1
+    return False
+
+
+def _has_ended_child() -> bool:
+    """Return whether a child has ended but has not been reaped. Does not read all of /proc."""
+    with suppress(ChildProcessError):  # this process has no children
+        flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        return os.waitid(os.P_ALL, 0, flags) is not None
     return False
 
 

@@ -275,6 +275,7 @@ class _Run:
 
     async def _watch_ray(self) -> None:
         while self.session.is_alive():
+            self.session.reap_orphans()
             await asyncio.sleep(RAY_CHECK_SECONDS)
         # Ray is dead, so every call of Ray, including `ray.shutdown`, would hang for a minute.
         self._view.close()

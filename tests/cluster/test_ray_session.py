@@ -169,6 +169,16 @@ def test_cleanup_of_a_failed_start_does_not_use_the_signal_handler_of_ray(
     assert handlers == [before]
 
 
+def test_processes_of_ray_keep_their_exit_codes_when_orphans_are_reaped() -> None:
+    session = RaySession(None)
+    with session._start_process(["false"], env={}) as process:
+        while psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE:
+            pass
+        session.reap_orphans()
+        assert process.wait() == 1
+    session.abandon()
+
+
 @pytest.mark.parametrize("failures", [0, 2, 3])
 @pytest.mark.usefixtures("children")
 def test_ray_is_started_again_if_one_of_its_processes_ends(

@@ -233,9 +233,13 @@ def test_killed_router_is_replaced_and_its_client_resumes_at_the_other(
     starts = shared.output_text.count("router 0: ready after")
     deaths = shared.output_text.count("router 0: its process died")
     victim = shared.find("penstock: router 0")
+    helpers = victim.children(recursive=True)
+    assert helpers
     assert asyncio.run(resume_after(addresses, request, victim.kill)) == (expected, 1)
     shared.wait_for_output("router 0: its process died", times=deaths + 1)
     shared.wait_for_output("router 0: ready after", times=starts + 1)
+    # `is_running` also returns True for a zombie.
+    wait_for(lambda: not any(each.is_running() for each in helpers), "the end of its helpers")
     wait_for(lambda: is_open(shared.http), "the port of the new router")
     wait_for(all_are_ready, "the new router to be listed as ready")
 

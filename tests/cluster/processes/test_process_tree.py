@@ -34,6 +34,12 @@ ctypes.CDLL(None).pthread_exit(None)
 """
 
 
+def wait_for_zombie(pid: int) -> None:
+    process = psutil.Process(pid)
+    while process.status() != psutil.STATUS_ZOMBIE:
+        pass
+
+
 def run(code: str) -> str:
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     return done.stdout
@@ -45,6 +51,36 @@ def test_orphan_is_found_and_killed() -> None:
     assert orphan in tracker.alive()
     tracker.kill(10.0)
     assert not is_alive(orphan)
+
+
+def test_orphan_that_has_ended_is_reaped() -> None:
+    tracker = DescendantTracker()
+    tracker.reap_orphans()  # there are no children
+    orphan = psutil.Process(int(run(ORPHAN)))
+    tracker.reap_orphans()
+    assert is_alive(orphan)
+    orphan.kill()
+    wait_for_zombie(orphan.pid)
+    tracker.reap_orphans()
+    assert not psutil.pid_exists(orphan.pid)
+    tracker.kill(0.0)
+
+
+def test_ended_children_keep_their_exit_codes_for_their_owner() -> None:
+    with subprocess.Popen(["false"]) as before:
+        tracker = DescendantTracker()
+        with (
+            subprocess.Popen(["false"]) as own,
+            subprocess.Popen(["false"], start_new_session=True) as own_leader,
+        ):
+            orphan = psutil.Process(int(run(ORPHAN)))
+            orphan.kill()
+            for pid in (before.pid, own.pid, own_leader.pid, orphan.pid):
+                wait_for_zombie(pid)
+            tracker.reap_orphans({own_leader.pid})
+            assert not psutil.pid_exists(orphan.pid)
+            assert [each.wait() for each in (before, own, own_leader)] == [1, 1, 1]
+    tracker.kill(0.0)
 
 
 def test_process_that_keeps_starting_others_is_killed_with_all_of_them() -> None:
