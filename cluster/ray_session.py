@@ -250,10 +250,14 @@ class RaySession:
         """Shut Ray down, kill all local processes of Ray, and delete Ray's files."""
         # Record the processes now, because orphans can be found later only on Linux.
         self._descendants.alive()
+        on_sigterm = signal.getsignal(signal.SIGTERM)
         # `ray.shutdown` may fail if Ray is only partly started. The remaining processes are killed
         # by `abandon`.
         with suppress(Exception):
             ray.shutdown()
+        # Ray's C++ library has reset SIGTERM to its default action, without informing Python.
+        if on_sigterm is not None:
+            signal.signal(signal.SIGTERM, on_sigterm)
         if self._folder is not None:
             self._descendants.wait(SECONDS_TO_EXIT)
         self.abandon()

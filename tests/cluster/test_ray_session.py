@@ -1,5 +1,7 @@
 """Start of a local Ray: waits for a slow raylet, and every failure is an error of one line."""
 
+import ctypes
+import re
 import signal
 import sys
 from dataclasses import dataclass, field
@@ -167,6 +169,31 @@ def test_cleanup_of_a_failed_start_does_not_use_the_signal_handler_of_ray(
     finally:
         signal.signal(signal.SIGTERM, before)
     assert handlers == [before]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_sigterm_is_handled_after_ray_has_reset_its_action(
+    children: Children, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_handled() -> bool:
+        (caught,) = re.findall(r"SigCgt:\s*(\w+)", Path("/proc/self/status").read_text())
+        return bool(int(caught, 16) >> (signal.SIGTERM - 1) & 1)
+
+    def reset() -> None:
+        libc = ctypes.CDLL(None)
+        libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+        libc.signal(signal.SIGTERM, None)  # SIG_DFL; unlike `signal.signal`, Python does not see it
+
+    monkeypatch.setattr(ray, "shutdown", reset)
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        assert is_handled()
+        reset()
+        assert not is_handled()
+        RaySession(None).stop()
+        assert is_handled()
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_processes_of_ray_keep_their_exit_codes_when_orphans_are_reaped() -> None:
