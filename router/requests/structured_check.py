@@ -7,7 +7,7 @@ from typing import Protocol
 
 from penstock.common.invalid_parameter import InvalidParameterError
 from penstock.common.structured_outputs import NAME, StructuredOutputs
-from penstock.router.errors import invalid
+from penstock.router.errors import invalid, renamed
 from penstock.router.requests.request import GenerationRequest
 
 KIND = NAME
@@ -15,6 +15,19 @@ KIND = NAME
 
 MAX_KNOWN = 256
 """Maximum number of constraints that are remembered as valid."""
+
+
+def check_form(wanted: StructuredOutputs, field: str) -> None:
+    """Refuse a constraint whose text is empty or too long; the text itself is not checked.
+
+    Args:
+        wanted: the constraint.
+        field: request field that sets the constraint.
+    """
+    try:
+        wanted.validate()
+    except InvalidParameterError as error:
+        raise renamed(invalid(str(error), error.param), {NAME: field}) from error
 
 
 class Helpers(Protocol):
@@ -54,9 +67,6 @@ class StructuredOutputsChecker:
             self._known.popitem(last=False)
 
     async def _check(self, wanted: StructuredOutputs, tenant: str) -> None:
-        try:
-            wanted.validate()
-        except InvalidParameterError as error:
-            raise invalid(str(error), error.param) from error
+        check_form(wanted, NAME)
         items = [json.dumps([wanted.kind, wanted.text]).encode()]
         await self._helpers.run(KIND, items, tenant, NAME, NAME)

@@ -25,6 +25,7 @@ from penstock.router.api.openai.schema import (
     TokenizeTextRequest,
     check_allowed_tokens,
 )
+from penstock.router.api.openai.structured_fields import StructuredFields
 from penstock.router.api.responses.body import ResponsesRequest
 from penstock.router.config import RequestBounds
 from penstock.router.errors import ServingError, renamed
@@ -113,6 +114,8 @@ def _parse(
         _check_raw(kind, data, bounds)
     body = parse(kind, data)
     check_sizes(kind.sizes(vars(body)), bounds)
+    if isinstance(body, StructuredFields):
+        body.check_form()
     match body:
         case ChatBody():
             body.check_content(bounds, model)
@@ -148,6 +151,7 @@ def parse_job(bounds: RequestBounds, items: Sequence[bytes]) -> list[bytes]:
     wanted = body.model_fields_set & type(body).model_fields.keys()
     empty = {name: body.CONTENT[name] for name in wanted & body.CONTENT.keys()}
     fields = body.model_copy(update=empty).model_dump_json(include=wanted)
+    form = body.encode_form() if isinstance(body, StructuredFields) else b""
     if parsed.chat is not None:
         chat = parsed.chat
         head: list[object] = [type(body).__name__, None, chat.num_chars, chat.final_text]
@@ -157,14 +161,16 @@ def parse_job(bounds: RequestBounds, items: Sequence[bytes]) -> list[bytes]:
         fragments = [list(_fragments(prompt)) for prompt in parsed.prompts]
         head = [type(body).__name__, list(map(len, fragments))]
         content = [each for prompt in fragments for each in prompt]
-    return [dumps(head).encode(), fields.encode(), *content]
+    return [dumps(head).encode(), fields.encode(), form, *content]
 
 
 async def read_parsed(items: Sequence[bytes]) -> ParsedBody[Any]:
     """Return the body that a helper process has parsed."""
-    head, fields, *content = items
+    head, fields, form, *content = items
     name, counts, *sizes = from_json(head)
     body = MODELS[name].model_validate_json(fields)
+    if isinstance(body, StructuredFields):
+        body.restore_form(form)
     if counts is None:
         messages, tools, documents, forced, strict, *kept = content
         num_chars, text = sizes

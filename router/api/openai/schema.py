@@ -26,11 +26,14 @@ from penstock.router.requests.cost_limits import check_num_tokens
 from penstock.router.requests.forced_calls import forced_schema
 from penstock.router.requests.generation_defaults import GenerationDefaults
 from penstock.router.requests.request import ModelLimits
-from penstock.router.requests.tools import ToolChoice, read_tool_choice
+from penstock.router.requests.tools import ToolChoice, check_json, read_tool_choice
 
 ReasoningEffort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 Prompt: TypeAlias = str | list[int]
+
+MAX_TOOL_CHOICE_BYTES = 16 << 10
+"""Largest size of `tool_choice`, in bytes of JSON."""
 
 
 class StreamOptions(StrictModel):
@@ -259,6 +262,7 @@ class ChatCompletionRequest(Conversation, BaseRequest):
 
     def check_content(self, bounds: RequestBounds, model: ModelLimits) -> None:
         super().check_content(bounds, model)
+        check_json("tool_choice", self.tool_choice, MAX_TOOL_CHOICE_BYTES)
         check_allowed_tokens(self.allowed_token_ids, model)
 
     def repeats_final_text(self) -> bool:

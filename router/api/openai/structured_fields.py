@@ -2,7 +2,10 @@
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
+
+from pydantic import PrivateAttr
+from pydantic_core import from_json
 
 from penstock.common.invalid_parameter import InvalidParameterError
 from penstock.common.structured_outputs import StructuredOutputs, choice, json_schema
@@ -10,9 +13,13 @@ from penstock.common.value_text import value_text
 from penstock.router.api.generation.strict_model import StrictModel, Texts
 from penstock.router.api.openai.messages import OpenAiBody
 from penstock.router.errors import invalid
+from penstock.router.requests.json_text import dumps
+from penstock.router.requests.structured_check import check_form
 
 Schema: TypeAlias = dict[str, Any] | bool
 Form: TypeAlias = StructuredOutputs | None
+NamedForm: TypeAlias = tuple[str, StructuredOutputs]
+"""A constraint, after the name of the field that sets it."""
 
 FIELD = "structured_outputs"
 
@@ -53,7 +60,20 @@ class ResponseFormat(StrictModel):
 
 
 class StructuredFields(OpenAiBody):
-    """The fields that constrain the form of an answer; a body may have at most one constraint."""
+    """The fields that constrain the form of an answer; a body may have at most one constraint.
+
+    A helper process returns the result of `form` instead of these fields.
+    """
+
+    CONTENT: ClassVar[Mapping[str, Any]] = {
+        **OpenAiBody.CONTENT,
+        "response_format": None,
+        "structured_outputs": None,
+        "guided_json": None,
+        "guided_regex": None,
+        "guided_choice": None,
+        "guided_grammar": None,
+    }
 
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None
@@ -63,12 +83,41 @@ class StructuredFields(OpenAiBody):
     guided_choice: Texts | None = None
     guided_grammar: str | None = None
 
-    def form(self) -> tuple[str, StructuredOutputs] | None:
+    # The result of `form`, in a tuple; None if `form` was not called yet.
+    _known_form: tuple[NamedForm | None] | None = PrivateAttr(None)
+
+    def form(self) -> NamedForm | None:
         """Return the field that constrains the answer, and the constraint; None if no field does.
 
         Raises:
             ServingError: INVALID if several fields have a constraint, or a field is not complete.
         """
+        if self._known_form is None:
+            self._known_form = (self._read_form(),)
+        return self._known_form[0]
+
+    def check_form(self) -> None:
+        """Refuse a constraint that is not complete or too large."""
+        if (found := self.form()) is not None:
+            name, wanted = found
+            check_form(wanted, name)
+
+    def encode_form(self) -> bytes:
+        """Return the result of `form` as JSON, or empty bytes without a constraint."""
+        if (found := self.form()) is None:
+            return b""
+        name, wanted = found
+        return dumps([name, wanted.kind, wanted.text]).encode()
+
+    def restore_form(self, data: bytes) -> None:
+        """Make `form` return the result that `encode_form` has encoded."""
+        if not data:
+            self._known_form = (None,)
+            return
+        name, *wanted = from_json(data)
+        self._known_form = ((name, StructuredOutputs(*wanted)),)
+
+    def _read_form(self) -> NamedForm | None:
         given: dict[str, Form] = {}
         if self.response_format is not None:
             given["response_format"] = self.response_format.form()

@@ -22,7 +22,7 @@ from tests.support.stub_worker import StubWorker
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS, CHAT, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/messages"
 HI = [{"role": "user", "content": "x"}]
 CALLS: dict[str, tuple[str, dict[str, Any]]] = {
     "echo": (
@@ -86,6 +86,10 @@ async def test_another_stream_gets_the_same_tokens_and_memory_is_returned(
         assert len(json.loads(whole)["choices"]) in (20, 22, 23)
 
 
+ZEROS = {"enum": [0] * 2_000_000}
+LISTS: list[list[None]] = [[]] * 1_300_000
+MESSAGE = {"model": "stub", "messages": HI}
+FUNCTION = {"type": "function", "function": {"name": "f"}}
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "echoed choices": (
         COMPLETIONS,
@@ -97,6 +101,35 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "messages": (CHAT, {"messages": HI * 139_000}),
     "spaces": (COMPLETIONS, {"prompt": " " * 4_000_000}),
     "truncated spaces": (COMPLETIONS, {"prompt": " " * 4_000_000, "truncate_prompt_tokens": 9}),
+    "response_format": (
+        CHAT,
+        {"messages": HI}
+        | {"response_format": {"type": "json_schema", "json_schema": {"schema": ZEROS}}},
+    ),
+    "structural tag": (
+        COMPLETIONS,
+        {"prompt": "x", "response_format": {"type": "structural_tag", "structures": LISTS}},
+    ),
+    "choice": (CHAT, {"messages": HI, "structured_outputs": {"choice": ["a"] * 1_000_000}}),
+    "empty constraints": (
+        CHAT,
+        {"messages": HI, "structured_outputs": dict.fromkeys(range(300_000))},
+    ),
+    "guided_json": (COMPLETIONS, {"prompt": "x", "guided_json": ZEROS}),
+    "guided_choice": (COMPLETIONS, {"prompt": "x", "guided_choice": ["a"] * 1_000_000}),
+    "tool_choice": (
+        CHAT,
+        {"messages": HI, "tools": [FUNCTION], "tool_choice": {**FUNCTION, "other": LISTS}},
+    ),
+    "output_config": (
+        MESSAGES,
+        {**MESSAGE, "max_tokens": 1}
+        | {"output_config": {"format": {"type": "json_schema", "schema": ZEROS}}},
+    ),
+    "output_config of a count": (
+        f"{MESSAGES}/count_tokens",
+        {**MESSAGE, "output_config": {"format": {"type": "json_schema", "schema": ZEROS}}},
+    ),
 }
 """Calls of up to 4 MiB, the limit of a body."""
 
@@ -117,6 +150,13 @@ async def test_another_stream_is_not_disturbed_by_a_refused_call(
         return b""
 
     await beside_another_stream(shared_served, refused())
+
+
+async def test_another_stream_is_not_disturbed_by_unknown_members_of_the_response_format(
+    http: httpx.AsyncClient, shared_served: Served
+) -> None:
+    body = {"prompt": "x", "max_tokens": 1, "response_format": {"type": "text", "other": LISTS}}
+    await beside_another_stream(shared_served, read(http, COMPLETIONS, body))
 
 
 CHUNKED = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n"
