@@ -32,7 +32,12 @@ from penstock.router.api.grpc_check import (
     check_tokens,
     job_items,
 )
-from penstock.router.api.grpc_codec import resume_states, sampling_params, to_generation_request
+from penstock.router.api.grpc_codec import (
+    resume_states,
+    sampling_params,
+    text_reply,
+    to_generation_request,
+)
 from penstock.router.api.grpc_reflection import reflection_handlers
 from penstock.router.api.grpc_replies import ReplyStream
 from penstock.router.config import RouterConfig
@@ -41,7 +46,7 @@ from penstock.router.frontend import Frontend
 from penstock.router.requests.answer_parsing import ModelParsers
 from penstock.router.requests.cost_limits import CallSizes, check_least_cost, check_sizes
 from penstock.router.requests.slices import Slices
-from penstock.router.requests.text_decoding import decode
+from penstock.router.requests.text_decoding import encoded_texts
 
 SERVICE = "penstock.v1.Inference"
 TOKENS_PER_SLICE = 16 << 10
@@ -183,15 +188,15 @@ class InferenceApi:
                 raise invalid("the input is empty: set 'text' or 'chat'", "input")
         return await _tokenize_reply(tokens, self._frontend.model.max_model_len)
 
-    async def detokenize(
-        self, request: pb.DetokenizeRequest, context: Context
-    ) -> pb.DetokenizeReply:
+    async def detokenize(self, request: pb.DetokenizeRequest, context: Context) -> bytes:
+        """Return a serialized `DetokenizeReply`."""
         self._frontend.check_model(request.model)
-        if request.ByteSize() <= INLINE_BYTES:  # a helper process has checked longer lists
-            check_tokens(request, self._frontend.config.bounds, self._frontend.model)
+        bounds = self._frontend.config.bounds
+        if len(request.tokens) <= INLINE_BYTES:  # a helper process has checked longer lists
+            check_tokens(request, bounds, self._frontend.model)
         skip = not request.keep_special_tokens
-        text = await decode(self._frontend.tokenizer.token_bytes, request.tokens, skip)
-        return pb.DetokenizeReply(text=text)
+        texts = self._frontend.tokenizer.token_bytes.texts(request.tokens, skip)
+        return text_reply(await encoded_texts(texts, bounds.max_body_bytes))
 
     async def list_models(
         self, request: pb.ListModelsRequest, context: Context

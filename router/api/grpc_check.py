@@ -15,7 +15,12 @@ from penstock.router.api.grpc_chat import chat_sizes, check_chat
 from penstock.router.api.grpc_codec import call_sizes
 from penstock.router.config import RequestBounds
 from penstock.router.errors import invalid
-from penstock.router.requests.cost_limits import CallSizes, check_num_tokens, check_sizes
+from penstock.router.requests.cost_limits import (
+    CallSizes,
+    check_num_detokenized,
+    check_num_tokens,
+    check_sizes,
+)
 from penstock.router.requests.request import ModelLimits, check_prompt_length, check_vocabulary
 
 GRPC_KIND = "grpc"
@@ -74,7 +79,6 @@ def check_generate(request: pb.GenerateRequest, bounds: RequestBounds, model: Mo
 
 def check_tokens(request: pb.DetokenizeRequest, bounds: RequestBounds, model: ModelLimits) -> None:
     """Refuse too many tokens, and tokens outside the vocabulary."""
-    most = bounds.max_detokenize_contexts * model.max_model_len
-    check_num_tokens("tokens", len(request.tokens), most)
+    check_num_detokenized(len(request.tokens), model, bounds)
     tokens = request.tokens[:]  # a list, which is read in half the time of the message's field
     check_vocabulary(tokens, model, "tokens")

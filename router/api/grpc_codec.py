@@ -171,6 +171,20 @@ def prompt_replies(entries: Sequence[worker_pb2.TokenLogprobs]) -> Iterator[pb.G
         yield pb.GenerateReply(prompt_logprobs=map(_logprob, chunk))
 
 
+def text_reply(texts: Sequence[bytes]) -> bytes:
+    """Return a serialized `DetokenizeReply` with the concatenation of texts in UTF-8.
+
+    This takes half the time of making a message, which copies a text of 4 MiB twice more.
+    """
+    size = sum(map(len, texts))
+    head = bytearray([pb.DetokenizeReply.TEXT_FIELD_NUMBER << 3 | 2])
+    while size >= 1 << 7:  # the size as a varint, in groups of 7 bits
+        head.append(size & 0x7F | 0x80)
+        size >>= 7
+    head.append(size)
+    return b"".join((head, *texts))
+
+
 def _logprob(entry: worker_pb2.TokenLogprobs) -> pb.TokenLogprob:
     pairs = zip(entry.tokens, entry.values, strict=True)
     top = [pb.Alternative(token=token, logprob=value) for token, value in pairs]

@@ -66,6 +66,13 @@ def check_num_tokens(name: str, count: int, most: int) -> None:
         raise invalid(f"{name} has {count} tokens; at most {most} are allowed", name)
 
 
+def check_num_detokenized(count: int, model: ModelLimits, bounds: RequestBounds) -> None:
+    """Refuse a Detokenize call with too many tokens; the tokens of one context are allowed."""
+    context = model.max_model_len
+    most = min(bounds.max_detokenize_contexts * context, bounds.max_detokenize_tokens)
+    check_num_tokens("tokens", count, max(most, context))
+
+
 def check_text(num_chars: int, model: ModelLimits, longest_token: int, name: str) -> None:
     """Refuse a text that is certain to exceed the model's context, before it is encoded.
 

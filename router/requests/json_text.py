@@ -1,6 +1,6 @@
 """JSON text in fragments, each of which takes at most a few milliseconds to make."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from pydantic_core import to_json
 
@@ -17,7 +17,13 @@ def dumps(value: object) -> str:
 
 def string(text: str) -> Iterator[str]:
     """Yield a text as a JSON string, in fragments."""
+    starts = range(0, len(text), CHARS_PER_FRAGMENT)
+    return joined_string(text[start : start + CHARS_PER_FRAGMENT] for start in starts)
+
+
+def joined_string(texts: Iterable[str]) -> Iterator[str]:
+    """Yield the concatenation of texts as one JSON string, with a fragment for each text."""
     yield '"'
-    for start in range(0, len(text), CHARS_PER_FRAGMENT):
-        yield dumps(text[start : start + CHARS_PER_FRAGMENT])[1:-1]
+    for text in texts:
+        yield dumps(text)[1:-1]
     yield '"'

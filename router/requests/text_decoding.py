@@ -1,23 +1,41 @@
 """Decodes token ids to text. Long lists are decoded in slices."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from penstock.common.text.token_bytes import TokenBytes
+from penstock.common.text.token_bytes import TOKENS_PER_TEXT, TokenBytes
+from penstock.router.errors import invalid
 from penstock.router.requests.slices import Slices
-
-TOKENS_PER_SLICE = 1024
-"""Number of tokens that are decoded without a pause, in less than a millisecond."""
 
 
 async def decode(token_bytes: TokenBytes, tokens: Sequence[int], skip_special: bool) -> str:
     """Return the text of the tokens, as `TokenBytes.decode` does."""
-    if len(tokens) <= TOKENS_PER_SLICE:
+    if len(tokens) <= TOKENS_PER_TEXT:
         return token_bytes.decode(tokens, skip_special)
     slices = Slices()
-    pieces: list[bytes] = []
-    for start in range(0, len(tokens), TOKENS_PER_SLICE):
-        part = tokens[start : start + TOKENS_PER_SLICE]
-        if shown := token_bytes.pieces(part, skip_special, is_start=not pieces):
-            pieces.append(b"".join(shown))
+    texts: list[str] = []
+    for text in token_bytes.texts(tokens, skip_special):
+        texts.append(text)
         await slices.pause()
-    return token_bytes.join(pieces)
+    return "".join(texts)
+
+
+async def encoded_texts(texts: Iterable[str], max_bytes: int) -> list[bytes]:
+    """Return parts of a text of tokens in UTF-8.
+
+    Raises:
+        ServingError: INVALID if the whole text has more than `max_bytes`.
+    """
+    slices = Slices()
+    found: list[bytes] = []
+    size = 0
+    for text in texts:
+        found.append(text.encode())
+        size += len(found[-1])
+        if size > max_bytes:
+            raise invalid(
+                f"the text of the tokens has more than {max_bytes} bytes, the maximum: send fewer "
+                "tokens",
+                "tokens",
+            )
+        await slices.pause()
+    return found

@@ -30,7 +30,7 @@ from penstock.router.api.responses.body import ResponsesRequest
 from penstock.router.config import RequestBounds
 from penstock.router.errors import ServingError, renamed
 from penstock.router.requests.chat import Chat, array_of, final_text, num_chars, num_chars_of
-from penstock.router.requests.cost_limits import check_num_tokens, check_sizes
+from penstock.router.requests.cost_limits import check_num_detokenized, check_sizes
 from penstock.router.requests.json_text import dumps
 from penstock.router.requests.request import ModelLimits, check_prompt_length, check_vocabulary
 from penstock.router.requests.slices import Slices
@@ -128,8 +128,7 @@ def _parse(
         case TokenizeTextRequest():
             return ParsedBody(body, [body.prompt])
         case DetokenizeRequest():
-            most = bounds.max_detokenize_contexts * model.max_model_len
-            check_num_tokens("tokens", len(body.tokens), most)
+            check_num_detokenized(len(body.tokens), model, bounds)
             check_vocabulary(body.tokens, model, "tokens")
             return ParsedBody(body, [body.tokens])
     raise AssertionError(f"no code parses a body of type {kind.__name__!r}")

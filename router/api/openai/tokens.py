@@ -14,8 +14,7 @@ from penstock.router.api.openai.json_fragments import array, ids, items_of
 from penstock.router.api.openai.schema import TokenizeChatRequest, TokenizeTextRequest
 from penstock.router.errors import invalid
 from penstock.router.frontend import Frontend
-from penstock.router.requests.json_text import string
-from penstock.router.requests.text_decoding import decode
+from penstock.router.requests.json_text import joined_string
 
 NAMES_PER_FRAGMENT = 2048
 
@@ -71,5 +70,7 @@ class TokenApi:
         self._frontend.check_model(parsed.body.model)
         (tokens,) = parsed.prompts
         assert not isinstance(tokens, str)
-        text = await decode(self._frontend.tokenizer.token_bytes, tokens, skip_special=False)
-        return FragmentResponse(chain(['{"prompt":'], string(text), ["}"]))
+        # The text is decoded while it is sent: it can be a hundred times as long as the body.
+        token_bytes = self._frontend.tokenizer.token_bytes
+        texts = token_bytes.texts(tokens, skip_special_tokens=False)
+        return FragmentResponse(chain(['{"prompt":'], joined_string(texts), ["}"]))

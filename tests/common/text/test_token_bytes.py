@@ -1,10 +1,12 @@
 import json
+from unittest import mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
+from penstock.common.text import token_bytes
 from penstock.common.text.token_bytes import TokenBytes, UnsupportedTokenizer, read_decoder
 from tests.support.tokenizers import KINDS, id_of
 
@@ -32,6 +34,29 @@ def test_decoded_text_equals_that_of_the_tokenizer(
         assert 0 < text.count("\ufffd") <= expected.count("\ufffd")
         return
     assert text == expected
+
+
+@given(some_tokens(), st.booleans(), st.integers(1, 3))
+def test_text_does_not_depend_on_the_size_of_its_parts(
+    case: tuple[str, list[int]], skip_special: bool, num_tokens: int
+) -> None:
+    name, tokens = case
+    whole = PIECES[name].decode(tokens, skip_special)
+    with mock.patch.object(token_bytes, "TOKENS_PER_TEXT", num_tokens):
+        assert PIECES[name].decode(tokens, skip_special) == whole
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 100])
+@pytest.mark.parametrize("num_spaces", [0, 2, 3, 5])
+def test_leading_spaces_of_several_parts_are_stripped(num_tokens: int, num_spaces: int) -> None:
+    tokenizer = KINDS["byte-fallback"]()
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 3, 0)]
+    )
+    tokens = [id_of(tokenizer, name) for name in ["▁"] * num_spaces + ["a", "▁", "▁a"]]
+    with mock.patch.object(token_bytes, "TOKENS_PER_TEXT", num_tokens):
+        text = TokenBytes(tokenizer).decode(tokens)
+    assert text == tokenizer.decode(tokens) == " " * max(num_spaces - 3, 0) + "a  a"
 
 
 @given(st.sampled_from(["byte-level", "byte-fallback"]), st.text(max_size=40))
