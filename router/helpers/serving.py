@@ -65,19 +65,32 @@ def serve_jobs(connection: socket.socket, set_up: SetUp) -> int:
 
 
 def do_job(work: Work, items: Sequence[bytes]) -> Reply:
-    """Do a job and return its reply; all exceptions except MemoryError become error replies."""
+    """Do a job and return its reply; exceptions become error replies.
+
+    Raises:
+        MemoryError: the process has no memory left.
+    """
     began = time.thread_time()
     found: list[bytes] = []
     error: ServingError | None = None
     try:
         found = work(items)
     except ServingError as refusal:
+        # The traceback refers to the data of the job, and to this frame, which refers to the error.
+        # This cycle would keep up to 100 MB until the garbage collector runs.
+        refusal.__traceback__ = refusal.__cause__ = refusal.__context__ = None
         error = refusal
     except MemoryError:
         raise
     except Exception:
         log.exception("a job of a helper process failed")
         error = ServingError(Code.INTERNAL, "internal error: see the server's log")
+    except BaseException as failure:
+        # Libraries that are written in Rust panic if they cannot allocate an object. Their type of
+        # exception cannot be imported.
+        if type(failure).__name__ == "PanicException":
+            raise MemoryError from failure
+        raise
     return Reply(round((time.thread_time() - began) * 1e6), found, error)
 
 
