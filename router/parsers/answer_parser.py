@@ -52,6 +52,8 @@ class ParsingOptions:
         is_parallel: whether calls after the first one are kept.
         shows_reasoning: whether reasoning is kept.
         is_strict: whether a grammar constrains calls that are not forced.
+        has_form: whether a grammar sets the form of the whole content. The content then has no
+            calls.
         tools: the parameters of the request's tools.
     """
 
@@ -61,6 +63,7 @@ class ParsingOptions:
     is_parallel: bool = True
     shows_reasoning: bool = True
     is_strict: bool = False
+    has_form: bool = False
     tools: ToolParameters = field(default_factory=ToolParameters)
 
 
@@ -194,7 +197,7 @@ class AnswerParsers:
             return AnswerParser(
                 NamedCallParser(name) if name else RequiredCallsParser(), None, options
             )
-        reads_calls = options.reads_calls and self.reads_tools
+        reads_calls = options.reads_calls and self.reads_tools and not options.has_form
         if self._is_harmony or (reads_calls and self.tools == HARMONY_TOOLS):
             return AnswerParser(HarmonyParser(), None, options)
         calls = (

@@ -142,6 +142,28 @@ async def test_calls_are_content_if_no_tool_may_be_called(
 
 
 @both
+async def test_structured_answer_is_content_even_if_it_looks_like_a_call(
+    tmp_path: Path, stream: bool
+) -> None:
+    folder = write_folder(tmp_path / "model", TOKENIZER, TEMPLATE)
+    config = RouterConfig(folder, "stub", tool_call_parser="llama3_json")
+    text = '{"name": "add", "parameters": {"a": 1}}'
+    schema = {"type": "object", "properties": {"name": {}, "parameters": {}}}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    tag = {"begin": "<x>", "end": "</x>", "schema": {}}
+    free = {"type": "structural_tag", "structures": [tag], "triggers": ["<x>"]}
+    calls = [("add", '{"a": 1}')]
+    async with serving_with_client(config) as (served, client):
+        model = Model(served, client)
+        (choice,) = await model(text, stream, **TOOLS, response_format=form)
+        assert found(choice) == (text, None, [], "stop")
+        (choice,) = await model(text, stream, **TOOLS, extra_body={"guided_choice": [text]})
+        assert found(choice) == (text, None, [], "stop")
+        (choice,) = await model(text, stream, **TOOLS, response_format=free)
+        assert found(choice) == (None, None, calls, "tool_calls")
+
+
+@both
 async def test_call_that_is_cut_has_finish_reason_length(model: Model, stream: bool) -> None:
     tokens = len(TOKENIZER.encode(CALL, add_special_tokens=False).ids)
     (choice,) = await model(CALL, stream, **TOOLS, max_tokens=tokens - 20)

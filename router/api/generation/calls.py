@@ -22,6 +22,9 @@ from penstock.router.requests.request import GenerationRequest, safe_request_id
 from penstock.router.requests.response_stream import ResponseStream
 from penstock.router.requests.slices import Slices
 
+PARTIAL_FORMS = ("structural_tag", "tool_calls")
+"""Kinds of constraints that allow free text, in which the model may call tools."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallOptions:
@@ -165,7 +168,8 @@ class GenerationCalls:
         """
         given = header_of(request.scope, b"x-request-id") or ""
         request_id = safe_request_id(given) or options.name
-        parsing = options.parsing
+        form = sampling.structured_outputs
+        parsing = None if options.parsing is None else _with_form(options.parsing, form)
         shown = self._parsers.shown_tokens(parsing) if parsing is not None else frozenset()
         tenant: str = request.state.tenant
         slices = Slices()
@@ -186,7 +190,6 @@ class GenerationCalls:
             )
             await slices.pause()
         names = options.client_names
-        form = sampling.structured_outputs
         if form is not None and form.kind == "tool_calls":
             names = {**names, "structured_outputs": "tools"}
         try:
@@ -204,6 +207,13 @@ class GenerationCalls:
         if budget is None:
             return sampling
         return replace(sampling, thinking_budget=self._parsers.thinking_budget(budget, prompt))
+
+
+def _with_form(options: ParsingOptions, form: StructuredOutputs | None) -> ParsingOptions:
+    """Return the options for the parsing of answers that satisfy the constraint `form`."""
+    if form is None or options.is_forced or form.kind in PARTIAL_FORMS:
+        return options
+    return replace(options, has_form=True)
 
 
 def _forced(sampling: SamplingParams, schema: str) -> SamplingParams:

@@ -63,6 +63,18 @@ def test_forced_answers_are_calls() -> None:
         assert answer(parsers, '{"a": 1}', named, "<think>\n") == Answer("", calls[:1])
 
 
+@pytest.mark.parametrize("tools", ["llama3_json", "llama4_json", "hermes", "pythonic"])
+def test_content_of_a_given_form_has_no_calls(tools: str) -> None:
+    text = '{"name": "add", "parameters": {"a": 1}}'
+    options = ParsingOptions(reads_calls=True, has_form=True)
+    assert AnswerParsers(tools=tools).new("", options) is None
+    assert not AnswerParsers(tools=tools).may_find(options)
+    reasons = AnswerParsers(tools=tools, reasoning="qwen3")
+    for content in (text, CALL, "[add(a=1)]"):
+        found = answer(reasons, f"<think>why</think>{content}", options)
+        assert found == Answer(content, (), "why")
+
+
 def test_answers_without_anything_to_find_have_no_parser() -> None:
     assert AnswerParsers("{{ messages }}").new("", TOOLS) is None
     assert AnswerParsers("{{ tools }}<tool_call>").new("", ParsingOptions()) is None
