@@ -144,7 +144,7 @@ class AnswerParsers:
         self.tags = tags
         self._is_harmony = self.reasoning == HARMONY_REASONING
         known = markers_of(HARMONY_TOOLS) if self._is_harmony else ()
-        self._reasoning_markers = (tags.start, tags.end) if tags is not None else known
+        self._reasoning_markers = tags.markers if tags is not None else known
 
     @property
     def reads_tools(self) -> bool:

@@ -53,7 +53,7 @@ REASONING_TAGS: Mapping[str, Tags | None] = {
     "deepseek_r1": Tags("<think>", "</think>", is_open=True),
     "deepseek_v3": THINK,
     "ernie45": THINK,
-    "gemma4": Tags("<|channel>thought", "<channel|>"),
+    "gemma4": Tags("<|channel>thought", "<channel|>", start_token="<|channel>"),
     "glm45": THINK,
     "mistral": Tags("[THINK]", "[/THINK]"),
     HARMONY_REASONING: None,

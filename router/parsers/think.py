@@ -16,11 +16,18 @@ class Tags:
         is_open: if True, the reasoning has begun unless the prompt ends with the end tag. If False,
             the reasoning has begun if the start tag is at the end of the prompt or at the start of
             the answer.
+        start_token: special token with which `start` begins, if text follows it within `start`.
     """
 
     start: str
     end: str
     is_open: bool = False
+    start_token: str = ""
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """The texts of the tags that may be special tokens."""
+        return self.start_token or self.start, self.end
 
     def are_open(self, prompt_end: str) -> bool:
         """Return whether an answer begins with reasoning, given the end of its prompt's text."""

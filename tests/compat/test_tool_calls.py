@@ -298,6 +298,18 @@ async def test_special_tokens_of_the_format_are_read_and_not_shown(
         assert found(choice) == (f"I add.add{SUM}", None, [], "stop")
 
 
+@both
+async def test_start_tag_of_a_token_and_text_is_read(tmp_path: Path, stream: bool) -> None:
+    tokenizer = byte_level()
+    markers = ["<|channel>", "<channel|>"]
+    tokenizer.add_special_tokens([AddedToken(each, special=True) for each in markers])
+    folder = write_folder(tmp_path / "model", tokenizer, "{{ messages }}{# <|channel>thought #}")
+    async with serving_with_client(RouterConfig(folder, "stub")) as (served, client):
+        model = Model(served, client, tokenizer)
+        (choice,) = await model("<|channel>thought\nwhy\n<channel|>It is 42.", stream)
+        assert found(choice) == ("It is 42.", "why", [], "stop")
+
+
 async def test_unknown_parsers_are_refused_with_the_list(tmp_path: Path) -> None:
     for field in ("tool_call_parser", "reasoning_parser"):
         with pytest.raises(
