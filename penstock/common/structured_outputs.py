@@ -17,6 +17,12 @@ NAME = "structured_outputs"
 MAX_BYTES = 128 << 10
 """Maximum size of a constraint's text, in UTF-8."""
 
+AFTER_REASONING = "after_reasoning"
+"""Kind of the constraints that `after_reasoning` returns."""
+
+MAX_ESCAPED = 6
+"""Maximum length of a character in JSON text."""
+
 UNPAIRED = "the text contains an unpaired surrogate, which is not a character: remove it"
 
 KINDS: Mapping[str, str] = {
@@ -27,6 +33,7 @@ KINDS: Mapping[str, str] = {
     "grammar": "a context-free grammar, in the syntax of Lark or of llama.cpp (GBNF)",
     "structural_tag": "a JSON object with structures and triggers",
     "tool_calls": "a JSON object with a grammar for tool calls and the schemas of arguments",
+    AFTER_REASONING: "a JSON object with a grammar for reasoning and another constraint",
 }
 """For each kind of constraint, a description of its text."""
 
@@ -64,7 +71,9 @@ class StructuredOutputs:
             size = len(self.text.encode())
         except UnicodeEncodeError as error:
             raise invalid(UNPAIRED) from error
-        if size > MAX_BYTES:
+        # The size of the constraint in the JSON object is checked when the object is read.
+        most = MAX_BYTES * (1 + MAX_ESCAPED) if self.kind == AFTER_REASONING else MAX_BYTES
+        if size > most:
             raise invalid(f"the text has {size} bytes; at most {MAX_BYTES} are allowed")
 
 
@@ -90,3 +99,23 @@ def json_schema(schema: Mapping[str, Any] | bool | str) -> StructuredOutputs:
 def choice(options: Sequence[str]) -> StructuredOutputs:
     """Return the constraint that an answer is one of several strings."""
     return StructuredOutputs("choice", json.dumps(list(options), ensure_ascii=False))
+
+
+def after_reasoning(grammar: str, form: StructuredOutputs) -> StructuredOutputs:
+    """Return the constraint that an answer is free reasoning and then a text of a given form.
+
+    Args:
+        grammar: the grammar of the whole answer, in llguidance's variant of Lark's syntax. `@form`
+            stands for the text that satisfies `form`.
+        form: the constraint on this text.
+    """
+    content = {"grammar": grammar, "kind": form.kind, "text": form.text}
+    return StructuredOutputs(AFTER_REASONING, json.dumps(content, ensure_ascii=False))
+
+
+def form_after_reasoning(wanted: StructuredOutputs) -> StructuredOutputs:
+    """Return the constraint on the text after the reasoning, or `wanted` if it has no reasoning."""
+    if wanted.kind != AFTER_REASONING:
+        return wanted
+    content = json.loads(wanted.text)
+    return StructuredOutputs(content["kind"], content["text"])

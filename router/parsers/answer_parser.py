@@ -3,7 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from penstock.router.parsers.harmony import HarmonyParser
+from penstock.router.parsers.form_grammar import (
+    SpecialId,
+    harmony_form_grammar,
+    tagged_form_grammar,
+)
+from penstock.router.parsers.harmony import HarmonyParser, begins_message
 from penstock.router.parsers.harmony_grammar import harmony_grammar
 from penstock.router.parsers.parser_names import (
     AUTO,
@@ -158,7 +163,7 @@ class AnswerParsers:
 
     def may_find(self, options: ParsingOptions) -> bool:
         """Return whether answers with these options may contain reasoning or calls."""
-        return self.new("", options) is not None
+        return self._is_harmony or self.new("", options) is not None
 
     def markers(self, options: ParsingOptions) -> Sequence[str]:
         """Return the texts of special tokens that the parser of an answer reads."""
@@ -185,6 +190,22 @@ class AnswerParsers:
         is_open = tags is not None and tags.are_open(prompt_end)
         return CallsGrammar(grammar.text(forms, pair, is_open), notation)
 
+    def form_grammar(self, prompt_end: str, special_id: SpecialId) -> str:
+        """Return the grammar of answers whose content, after the reasoning, has a given form.
+
+        The grammar is empty if the answer contains no reasoning, so that all of it has the form.
+
+        Args:
+            prompt_end: see `new`.
+            special_id: see `SpecialId`.
+        """
+        if self._is_harmony:
+            return harmony_form_grammar(special_id) if begins_message(prompt_end) else ""
+        tags = self.tags
+        if tags is None or tags.are_closed(prompt_end):
+            return ""
+        return tagged_form_grammar(tags, tags.are_open(prompt_end), special_id)
+
     def new(self, prompt_end: str, options: ParsingOptions) -> OutputParser | None:
         """Return the parser of one answer, or None if the whole answer is content.
 
@@ -198,6 +219,8 @@ class AnswerParsers:
                 NamedCallParser(name) if name else RequiredCallsParser(), None, options
             )
         reads_calls = options.reads_calls and self.reads_tools and not options.has_form
+        if self._is_harmony and options.has_form and not begins_message(prompt_end):
+            return None  # the grammar allows no headers of messages (`form_grammar`)
         if self._is_harmony or (reads_calls and self.tools == HARMONY_TOOLS):
             return AnswerParser(HarmonyParser(), None, options)
         calls = (

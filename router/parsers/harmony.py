@@ -16,6 +16,12 @@ END, RETURN, CALL, CONSTRAIN = "<|end|>", "<|return|>", "<|call|>", "<|constrain
 RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 NAME = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
 FUNCTIONS = "functions."
+ROLE = "assistant"
+
+
+def begins_message(prompt_end: str) -> bool:
+    """Return whether an answer begins with the header of a message, given its prompt's end."""
+    return prompt_end.rstrip().endswith(START + ROLE)
 
 
 class HarmonyParser(Reader):

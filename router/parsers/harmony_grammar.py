@@ -8,11 +8,11 @@ from penstock.router.parsers.harmony import (
     FUNCTIONS,
     MESSAGE,
     RETURN,
+    ROLE,
     START,
+    begins_message,
 )
 from penstock.router.parsers.tools.call_grammar import CallGrammar
-
-ROLE = "assistant"
 
 
 def harmony_grammar(grammar: CallGrammar, prompt_end: str) -> str:
@@ -49,7 +49,7 @@ def harmony_grammar(grammar: CallGrammar, prompt_end: str) -> str:
         f"ended: {end} | {final} | {call}",
         f'next: ended {start} "{ROLE}"',
     )
-    is_header = prompt_end.rstrip().endswith(START + ROLE)
+    is_header = begins_message(prompt_end)
     if grammar.is_parallel:
         first = "( plain | called )" if is_header else "TEXT"
         answer = f"{first} ( next ( plain | called ) )*"

@@ -34,6 +34,10 @@ class Tags:
         text = prompt_end.rstrip()
         return text.endswith(self.start) or (self.is_open and not text.endswith(self.end))
 
+    def are_closed(self, prompt_end: str) -> bool:
+        """Return whether the reasoning has already ended, given the end of the prompt's text."""
+        return prompt_end.rstrip().endswith(self.end)
+
 
 class ThinkParser(Reader):
     """Parses one answer; white space next to the tags is left out.

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Sequence
 
-from penstock.common.structured_outputs import StructuredOutputs
+from penstock.common.structured_outputs import StructuredOutputs, after_reasoning
 from penstock.common.text.tokenizer import ModelTokenizer
 from penstock.common.thinking_budget import NAME, ThinkingBudget
 from penstock.router.config import RouterConfig
@@ -134,16 +134,11 @@ class ModelParsers:
         Raises:
             ServingError: INVALID if the model's format of calls has no grammar.
         """
-        token_bytes = self._tokenizer.token_bytes
-        end = token_bytes.decode(prompt[-PROMPT_END_TOKENS:], skip_special_tokens=False)
-
-        def special_id(text: str) -> int | None:
-            token = self._tokenizer.tokenizer.token_to_id(text)
-            return token if token in token_bytes.special else None
+        end = _prompt_end(self._tokenizer, prompt)
 
         def grammar_of(names: Sequence[str]) -> CallsGrammar | None:
-            special = sorted(token_bytes.special)
-            grammar = CallGrammar(names, special_id, special, is_parallel)
+            special = sorted(self._tokenizer.token_bytes.special)
+            grammar = CallGrammar(names, self._special_id, special, is_parallel)
             return self._parsers.grammar(end, grammar)
 
         form = strict_form(calls, grammar_of)
@@ -154,6 +149,20 @@ class ModelParsers:
                 "tools",
             )
         return form
+
+    def answer_form(self, prompt: Sequence[int], form: StructuredOutputs) -> StructuredOutputs:
+        """Return the constraint on answers to a prompt whose content must satisfy `form`.
+
+        If the answers may contain reasoning, `form` applies after the reasoning.
+        """
+        end = _prompt_end(self._tokenizer, prompt)
+        grammar = self._parsers.form_grammar(end, self._special_id)
+        return after_reasoning(grammar, form) if grammar else form
+
+    def _special_id(self, text: str) -> int | None:
+        """Return the id of the special token with a given text, or None if there is none."""
+        token: int | None = self._tokenizer.tokenizer.token_to_id(text)
+        return token if token in self._tokenizer.token_bytes.special else None
 
     def shown_tokens(self, options: ParsingOptions) -> frozenset[int]:
         """Return the special tokens that the text of an answer must contain for its parser."""

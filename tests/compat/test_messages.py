@@ -10,6 +10,7 @@ import pytest
 import pytest_asyncio
 from pydantic import BaseModel
 
+from penstock.common.structured_outputs import StructuredOutputs, form_after_reasoning
 from penstock.router.config import RouterConfig
 from tests.support.anthropic_client import ADD, HELLO, connect
 from tests.support.served_router import Served, serving
@@ -268,7 +269,8 @@ async def test_answer_follows_a_schema(model: Model, stream: bool) -> None:
     config = {"format": {"type": "json_schema", "schema": schema}}
     message = await model('{"a":1}', stream, output_config=config)
     assert found(message) == [('{"a":1}',), "end_turn"]
-    wanted = model.served.worker.submits[-1].params.structured_outputs
+    sent = model.served.worker.submits[-1].params.structured_outputs
+    wanted = form_after_reasoning(StructuredOutputs(sent.kind, sent.text))
     assert (wanted.kind, json.loads(wanted.text)) == ("json", schema)
 
 

@@ -1,4 +1,4 @@
-"""A model with a small tokenizer whose calls of strict functions follow a grammar."""
+"""A model with a small tokenizer, whose answers or calls of strict functions follow a grammar."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -7,6 +7,7 @@ from typing import Any
 from tokenizers import AddedToken
 
 from penstock.common.grammar.matcher import GrammarVocabulary, Matcher
+from penstock.common.structured_outputs import StructuredOutputs
 from penstock.common.text.tokenizer import ModelTokenizer
 from penstock.router.config import RouterConfig
 from penstock.router.parsers.parser_names import REASONING_TAGS, markers_of
@@ -50,7 +51,7 @@ class Model:
     ) -> None:
         tokenizer = byte_level()
         tags = REASONING_TAGS.get(reasoning)
-        markers = [*markers_of(name), *((tags.start, tags.end) if tags else ())]
+        markers = [*markers_of(name), *(tags.markers if tags else ())]
         if is_special:
             tokenizer.add_special_tokens(
                 [AddedToken(each, special=True, normalized=False) for each in markers]
@@ -82,7 +83,15 @@ class Model:
         is_parallel: bool = True,
     ) -> str:
         """Return the longest beginning of a text that the grammar allows."""
-        matcher = self.matcher(prompt, functions, is_parallel)
+        return self.read(self.matcher(prompt, functions, is_parallel), text)
+
+    def form_matcher(self, prompt: str, form: StructuredOutputs) -> Matcher:
+        """Return a matcher for answers to a prompt whose content must have a form."""
+        tokens = self.tokenizer.encode(prompt, add_special_tokens=False)
+        return self.vocabulary.compile(self.parsers.answer_form(tokens, form)).matcher()
+
+    def read(self, matcher: Matcher, text: str) -> str:
+        """Advance the matcher. Return the longest beginning of the text that it allows."""
         tokens = self.tokenizer.tokenizer.encode(text, add_special_tokens=False).ids
         for index, token in enumerate(tokens):
             if not matcher.advance([token]):

@@ -18,7 +18,13 @@ from penstock.common.grammar.argument_writers import argument_rules
 from penstock.common.grammar.schema_paths import first_path
 from penstock.common.grammar.unsupported import UnsupportedSchemaError
 from penstock.common.invalid_parameter import InvalidParameterError
-from penstock.common.structured_outputs import UNPAIRED, StructuredOutputs, invalid
+from penstock.common.structured_outputs import (
+    AFTER_REASONING,
+    UNPAIRED,
+    StructuredOutputs,
+    form_after_reasoning,
+    invalid,
+)
 from penstock.common.value_text import value_text
 
 MAX_CHOICES = 4096
@@ -68,6 +74,7 @@ def check_structured_outputs(wanted: StructuredOutputs) -> None:
 
 def refusal(wanted: StructuredOutputs, message: str) -> InvalidParameterError:
     """Return the error for a constraint that llguidance refuses with `message`."""
+    wanted = form_after_reasoning(wanted)
     problem = " ".join(message.split())[:300]
     where = _quoted_path(wanted, problem)
     what = NAMES.get(wanted.kind, wanted.kind)
@@ -163,6 +170,22 @@ def _tool_calls(text: str) -> str:
     return LLMatcher.grammar_from_lark("\n".join(rules))
 
 
+def _after_reasoning(text: str) -> str:
+    """Return the grammar of the whole answer, which refers to the grammar of the form."""
+    content = json.loads(text)
+    form = grammar_text(StructuredOutputs(content["kind"], content["text"]))
+    others: list[Any] = []
+    if form.lstrip().startswith("{"):  # llguidance's own format, which may have several grammars
+        try:
+            first, *others = json.loads(form)["grammars"]
+            named = {**first, "name": "form"}
+        except MALFORMED as error:
+            raise invalid(f"the grammar cannot be read: {error}") from error
+    else:
+        named = {"name": "form", "lark_grammar": form}
+    return json.dumps({"grammars": [{"lark_grammar": content["grammar"]}, named, *others]})
+
+
 def _tag(path: str, structure: Any, triggers: list[Any]) -> StructTag:
     if not isinstance(structure, dict):
         raise invalid(f"{path} must be a JSON object, not {value_text(structure)}")
@@ -203,4 +226,5 @@ _CONVERTERS: Mapping[str, Callable[[str], str]] = {
     "grammar": _grammar,
     "structural_tag": _structural_tag,
     "tool_calls": _tool_calls,
+    AFTER_REASONING: _after_reasoning,
 }

@@ -178,7 +178,7 @@ class GenerationCalls:
             requests.append(
                 GenerationRequest(
                     prompt,
-                    self._with_budget(sampling, options.thinking_budget, prompt),
+                    self._for_prompt(sampling, options, prompt),
                     default_max_tokens=options.default_max_tokens,
                     tenant=tenant,
                     priority=options.priority,
@@ -201,12 +201,18 @@ class GenerationCalls:
             found = self._parsers.parsing(prompts[0], request_id, parsing)
         return SubmittedCall(options.name, request_id, prompts, sampling, answers, found, shown)
 
-    def _with_budget(
-        self, sampling: SamplingParams, budget: int | None, prompt: Sequence[int]
+    def _for_prompt(
+        self, sampling: SamplingParams, options: CallOptions, prompt: Sequence[int]
     ) -> SamplingParams:
-        if budget is None:
+        """Return sampling parameters whose budget and constraint depend on the prompt's end."""
+        budget, parsing = options.thinking_budget, options.parsing
+        form = sampling.structured_outputs
+        if budget is not None:
+            limit = self._parsers.thinking_budget(budget, prompt)
+            sampling = replace(sampling, thinking_budget=limit)
+        if form is None or form.kind == "tool_calls" or parsing is None or parsing.is_forced:
             return sampling
-        return replace(sampling, thinking_budget=self._parsers.thinking_budget(budget, prompt))
+        return replace(sampling, structured_outputs=self._parsers.answer_form(prompt, form))
 
 
 def _with_form(options: ParsingOptions, form: StructuredOutputs | None) -> ParsingOptions:
