@@ -4,6 +4,7 @@ import json
 from enum import Enum
 
 from penstock.router.parsers.json_span import JsonSpan
+from penstock.router.parsers.surrogates import without_surrogates
 
 NAME = "name"
 ARGUMENTS = ("arguments", "parameters")
@@ -158,7 +159,7 @@ def _loaded_text(text: str) -> str:
         found = json.loads(text, strict=False)
     except ValueError:
         return ""
-    return found if isinstance(found, str) else ""
+    return without_surrogates(found) if isinstance(found, str) else ""
 
 
 def _arguments(text: str) -> str:

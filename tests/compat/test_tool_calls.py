@@ -299,6 +299,17 @@ async def test_special_tokens_of_the_format_are_read_and_not_shown(
 
 
 @both
+async def test_surrogate_in_a_call_is_replaced(tmp_path: Path, stream: bool) -> None:
+    folder = write_folder(tmp_path / "model", TOKENIZER, TEMPLATE)
+    config = RouterConfig(folder, "stub", tool_call_parser="pythonic")
+    async with serving_with_client(config) as (served, client):
+        model = Model(served, client)
+        (choice,) = await model(r"[say(a='\ud83d\ude00', b='\ud83d')]", stream, **TOOLS)
+        calls = [("say", '{"a": "😀", "b": "\ufffd"}')]
+        assert found(choice) == (None, None, calls, "tool_calls")
+
+
+@both
 async def test_start_tag_of_a_token_and_text_is_read(tmp_path: Path, stream: bool) -> None:
     tokenizer = byte_level()
     markers = ["<|channel>", "<channel|>"]

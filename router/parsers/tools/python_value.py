@@ -3,6 +3,8 @@
 import ast
 import json
 
+from penstock.router.parsers.surrogates import without_surrogates
+
 _OPENING, _CLOSING = "([{", ")]}"
 
 
@@ -47,9 +49,10 @@ def value_as_json(text: str) -> str:
     else:
         return text
     try:
-        return json.dumps(ast.literal_eval(text), ensure_ascii=False, allow_nan=False)
+        found = json.dumps(ast.literal_eval(text), ensure_ascii=False, allow_nan=False)
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         return json.dumps(text, ensure_ascii=False)
+    return without_surrogates(found)
 
 
 def _refuse(name: str) -> None:
