@@ -157,7 +157,7 @@ class JsonCall:
 def _loaded_text(text: str) -> str:
     try:
         found = json.loads(text, strict=False)
-    except ValueError:
+    except (ValueError, RecursionError):
         return ""
     return without_surrogates(found) if isinstance(found, str) else ""
 

@@ -289,3 +289,14 @@ def test_strict_llama_calls_are_those_that_the_grammar_constrains(
     assert any(piece.kind == CALL for piece in pieces) == is_call
     if not is_call:
         assert "".join(piece.text for piece in pieces) == text
+
+
+@pytest.mark.parametrize("key", ["name", "arguments", "other"])
+def test_deeply_nested_value_in_a_call_is_read(key: str) -> None:
+    nested = "[" * 100_000 + "]" * 100_000
+    members = {"name": '"add"', "arguments": "{}", "other": "1", key: nested}
+    text = ", ".join(f'"{name}": {value}' for name, value in members.items())
+    text = f"<tool_call>{{{text}}}</tool_call>"
+    pieces = parse(new_tool_parser("hermes", ToolParameters()), [text])
+    found = "".join(piece.text for piece in pieces)
+    assert found == {"name": text, "arguments": f"add{nested}", "other": "add{}"}[key]
