@@ -1,5 +1,6 @@
 """The server-sent events of a message, and its content blocks."""
 
+import json
 from collections.abc import Callable, Iterable, Mapping
 from json.encoder import encode_basestring
 from typing import Any
@@ -127,12 +128,14 @@ def _empty_block(kind: str) -> dict[str, Any]:
 def _input(text: str) -> Any:
     """Return the (possibly cut off) arguments of a call, parsed as in Anthropic's client.
 
-    Text that is not a JSON object is returned as the value of `INVALID_JSON`.
+    Text that is not a JSON object, or that contains a number too large for a float, is returned as
+    the value of `INVALID_JSON`.
     """
     if not text:
         return {}
     try:
-        found = from_json(text, allow_partial=True)
+        found = from_json(text, allow_partial=True, allow_inf_nan=False)
+        json.dumps(found, allow_nan=False)  # `from_json` reads 1e999 as infinity
     except ValueError:
         found = None
     return found if isinstance(found, dict) else {"INVALID_JSON": text}

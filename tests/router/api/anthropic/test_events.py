@@ -89,6 +89,11 @@ def test_omitted_thinking_has_no_text_but_a_signature() -> None:
         ('{"a": {"b": "c', {"a": {}}),
         ("[1]", {"INVALID_JSON": "[1]"}),
         ("a=17", {"INVALID_JSON": "a=17"}),
+        ('{"a": NaN}', {"INVALID_JSON": '{"a": NaN}'}),
+        ('{"a": [-Infinity, 1', {"INVALID_JSON": '{"a": [-Infinity, 1'}),
+        ('{"a": [{"b": -1e999}]}', {"INVALID_JSON": '{"a": [{"b": -1e999}]}'}),
+        ('{"a": "NaN", "b": 1e99}', {"a": "NaN", "b": 1e99}),
+        (r'{"a": "\ud83d"}', {"INVALID_JSON": r'{"a": "\ud83d"}'}),
     ],
 )
 def test_input_is_always_an_object(text: str, expected: Any) -> None:
