@@ -205,7 +205,8 @@ class ResponsesRequest(ChatBody):
 
     def kept(self) -> Sequence[bytes]:
         items = stored_items(self._items) if self.store is not False else []
-        return KeptContent.make(self._shown(), self._instructions(), items).frames()
+        tools = self.template_tools()
+        return KeptContent.make(self._shown(), self._instructions(), items, tools).frames()
 
     def template_options(self, known: Collection[str]) -> TemplateOptions:
         variables = dict(self.chat_template_kwargs or {})

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from pydantic_core import to_json
 
-from penstock.router.requests.chat import num_chars_of
+from penstock.router.requests.chat import num_chars, num_chars_of
 from penstock.router.requests.json_text import dumps
 
 
@@ -21,14 +21,15 @@ class KeptContent:
     Attributes:
         shown: the fields that a response repeats, as the members of a JSON object.
         num_instructions: bytes of the first message if it contains the instructions, else 0.
-        instruction_chars: number of characters of the instructions.
+        other_chars: number of characters of the instructions and of the tools, which are counted in
+            `Chat.num_chars` but are not stored.
         ids: ids of the input items that are to be stored, one per line.
         items: these items as JSON, one per line.
     """
 
     shown: bytes
     num_instructions: int
-    instruction_chars: int
+    other_chars: int
     ids: bytes
     items: bytes
 
@@ -38,6 +39,7 @@ class KeptContent:
         shown: Mapping[str, Any],
         instructions: Sequence[Mapping[str, Any]],
         items: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
     ) -> Self:
         """Return the kept texts of a body.
 
@@ -45,11 +47,12 @@ class KeptContent:
             shown: the fields that a response repeats.
             instructions: the message with the instructions as a list of one item, or an empty list.
             items: the input items that are to be stored.
+            tools: the tools that the chat template gets.
         """
         return cls(
             dumps(shown)[1:-1].encode(),
             sum(len(dumps(message).encode()) for message in instructions),
-            sum(map(num_chars_of, instructions)),
+            sum(map(num_chars_of, instructions)) + num_chars(tools),
             "\n".join(item["id"] for item in items).encode(),
             # `to_json` per item is faster than `dumps` for many small items.
             b"\n".join(map(to_json, items)),
@@ -57,12 +60,12 @@ class KeptContent:
 
     def frames(self) -> Sequence[bytes]:
         """Return the texts as frames of bytes, from which `read` restores the texts."""
-        head = json.dumps([self.num_instructions, self.instruction_chars]).encode()
+        head = json.dumps([self.num_instructions, self.other_chars]).encode()
         return [head, self.shown, self.ids, self.items]
 
     @classmethod
     def read(cls, frames: Sequence[bytes]) -> Self:
         """Restore the texts from the result of the method `frames`."""
         head, shown, ids, items = frames
-        num_instructions, instruction_chars = json.loads(head)
-        return cls(shown, num_instructions, instruction_chars, ids, items)
+        num_instructions, other_chars = json.loads(head)
+        return cls(shown, num_instructions, other_chars, ids, items)

@@ -143,11 +143,11 @@ async def check_ids(content: KeptContent, history: Sequence[StoredItems]) -> Non
 
 
 def own_items(chat: Chat, content: KeptContent) -> StoredItems:
-    """Return the input items of a body, without the instructions."""
+    """Return the input items of a body, without the instructions and the tools."""
     begin = 1 + content.num_instructions
     if content.num_instructions and chat.messages[begin : begin + 1] == b",":
         begin += 1
-    count = chat.num_chars - content.instruction_chars
+    count = chat.num_chars - content.other_chars
     return StoredItems(content.ids, (content.items,), chat.messages[begin:-1], count)
 
 
