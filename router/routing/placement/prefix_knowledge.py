@@ -47,6 +47,8 @@ class PrefixKnowledge:
 
     def computed(self, request: int, now: float) -> None:
         """Record that a prompt has been computed, so that its worker now reports the blocks."""
+        # Each record is ended once, so this removes records at least as fast as they are added.
+        self._recent.expire(now)
         self._recent.end(request, now)
 
     def withdrawn(self, request: int) -> None:

@@ -20,6 +20,8 @@ KEPT_SECONDS = 2.0
 
 By then the worker has reported the blocks.
 """
+MAX_EXPIRED = 16
+"""Maximum number of records that one call of `expire` removes; this takes less than 1 ms."""
 
 
 class RecentPrompts:
@@ -76,8 +78,13 @@ class RecentPrompts:
             self.index.clear(worker)
 
     def expire(self, now: float) -> None:
-        """Remove the records for which `end` was called at least `KEPT_SECONDS` ago."""
-        while self._ending and self._ending[0][0] <= now:
+        """Remove records for which `end` was called at least `KEPT_SECONDS` ago.
+
+        At most `MAX_EXPIRED` records are removed, the oldest first.
+        """
+        for _ in range(MAX_EXPIRED):
+            if not self._ending or self._ending[0][0] > now:
+                return
             _, request, worker = self._ending.popleft()
             if self._prompts.get(request, ("",))[0] == worker:
                 self.remove(request)

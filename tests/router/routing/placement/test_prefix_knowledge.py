@@ -92,3 +92,13 @@ def test_prompt_whose_logprobs_are_requested_is_computed_whole() -> None:
     dispatcher.prefix_index.store("b", [1, 2], START)
     scored = replace(request(1, 1, 2, 3), params=SamplingParams(prompt_logprobs=0))
     assert dispatcher._requests._prefixes.cached_tokens(scored, 0.0) == {}
+
+
+def test_records_of_prompts_end_even_if_no_request_asks_for_cached_tokens() -> None:
+    """A server may get only requests for the logprobs of prompts, which use no cached tokens."""
+    knowledge = PrefixKnowledge(PrefixIndex())
+    for number in range(1, 1001):
+        now = 0.1 * number
+        knowledge.placed(request(number, number), "a", BLOCK)
+        knowledge.computed(number, now)
+    assert len(knowledge._recent) <= KEPT_SECONDS / 0.1 + 2

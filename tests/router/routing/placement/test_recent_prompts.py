@@ -4,7 +4,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.router.routing.placement.cached_prefix import CachedPrefix, merge_levels
-from penstock.router.routing.placement.recent_prompts import KEPT_SECONDS, STRIDE, RecentPrompts
+from penstock.router.routing.placement.recent_prompts import (
+    KEPT_SECONDS,
+    MAX_EXPIRED,
+    STRIDE,
+    RecentPrompts,
+)
 from penstock.router.routing.prefix_cache.prefix_index import START, PrefixIndex
 from penstock.router.routing.prefix_cache.worker_slots import WorkerSlots
 
@@ -56,6 +61,16 @@ def test_record_is_kept_for_a_while_after_its_prompt_is_computed() -> None:
     assert match(recent, blocks[:5]) == {"a": 5}
     recent.expire(10.0 + KEPT_SECONDS)
     assert match(recent, blocks) == {}
+
+
+def test_one_call_removes_a_limited_number_of_records() -> None:
+    recent, num = RecentPrompts(WorkerSlots()), 2 * MAX_EXPIRED + 1
+    for request in range(num):
+        recent.add(request, "a", chain(3, 20, request))
+        recent.end(request, now=10.0)
+    for left in (MAX_EXPIRED + 1, 1, 0, 0):
+        recent.expire(10.0 + KEPT_SECONDS)
+        assert len(recent) == left
 
 
 def test_request_that_is_placed_again_is_recorded_at_its_new_worker_only() -> None:
