@@ -4,12 +4,15 @@ import heapq
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from penstock.router.routing.events import Status
+from penstock.router.routing.placement.fleet import Fleet
 from penstock.router.routing.queue.slo_order import prefill_capacity
 from penstock.router.routing.request_state import RequestState
 from penstock.router.routing.worker_registry import WorkerRegistry
 from penstock.router.routing.worker_view import WorkerView
 
 DEADLINE_PASSED = "the deadline passed"
+ENOUGH = 4
+"""A prompt is in time if there is time to compute it this many times (see `_is_enough`)."""
 
 
 def why_too_late(state: RequestState, views: Sequence[WorkerView], now: float) -> str:
@@ -21,9 +24,8 @@ def why_too_late(state: RequestState, views: Sequence[WorkerView], now: float) -
     left = state.request.deadline - now
     if left <= 0:
         return DEADLINE_PASSED
-    # Requests without a deadline return here, since computing the capacity of a thousand workers
-    # takes time.
-    if left == float("inf"):
+    # The capacity takes longer to compute than the rest of a placement if there are many workers.
+    if left == float("inf") or _is_enough(left, len(state.request.prompt), views):
         return ""
     # The seconds per token do not depend on which of the workers compute prompts.
     capacity = None if state.attempt else prefill_capacity(views, tpot_slo_seconds=0.0)
@@ -36,6 +38,11 @@ def why_too_late(state: RequestState, views: Sequence[WorkerView], now: float) -
         f"{left:.1f} s are left before the deadline, but computing the prompt takes about "
         f"{seconds:.1f} s"
     )
+
+
+def _is_enough(seconds: float, num_tokens: int, views: Sequence[WorkerView]) -> bool:
+    """Return whether workers of mean speed could compute a prompt `ENOUGH` times in `seconds`."""
+    return isinstance(views, Fleet) and ENOUGH * num_tokens <= seconds * views.mean_speed
 
 
 class RequestTimeouts:
