@@ -21,7 +21,6 @@ from penstock.router.observability.history import History
 from penstock.router.observability.readiness import Readiness, ReadinessListeners
 from penstock.router.observability.request_metrics import RequestMetrics
 from penstock.router.observability.role_recorder import RoleRecorder
-from penstock.router.observability.role_registry import Assignments
 from penstock.router.requests.admission import RequestAdmission
 from penstock.router.requests.background_tasks import BackgroundTasks
 from penstock.router.requests.canceller import RequestCanceller
@@ -222,6 +221,8 @@ class Frontend:
                 if isinstance(event, READINESS_EVENTS):
                     self._readiness_listeners.report(self.why_not_ready())
                     log_worker(event)
+            if self._dispatcher.has_more_to_assign:
+                self._loop.call_soon(self.post, ev.AssignWaiting())
         finally:
             self._is_handling = False
 
@@ -269,10 +270,6 @@ class Frontend:
                 UNAVAILABLE if the supervisor does not confirm the role.
         """
         await self.roles.assign(worker, role, [each.worker for each in self._links.all_links()], by)
-
-    def set_roles(self, assignments: Assignments) -> None:
-        """Merge role assignments of all routers into `roles`; keep the newest for each worker."""
-        self.roles.merge(assignments)
 
     def worker_died(self, name: str) -> None:
         """Treat a worker as lost immediately, because its process is known to have exited."""

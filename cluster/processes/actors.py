@@ -325,7 +325,7 @@ class RouterActor(_ProcessActor):
 
     async def set_roles(self, assignments: "dict[str, Assignment]") -> None:
         """Apply the worker roles that operators have set through any router."""
-        self._running.frontend.set_roles(assignments)
+        self._running.frontend.roles.merge(assignments)
 
     async def show_cluster(self, scaling: "Scaling", routers: "list[RouterState]") -> None:
         """Set the autoscaling status and the states of all routers, for this router's `/status`."""

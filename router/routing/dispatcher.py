@@ -18,6 +18,7 @@ from penstock.common.worker_load import WorkerLoad
 from penstock.router.routing.counters import Counters
 from penstock.router.routing.decisions import DecisionListener
 from penstock.router.routing.events import (
+    AssignWaiting,
     ChoiceStopped,
     ClientDisconnected,
     Command,
@@ -138,6 +139,9 @@ class Dispatcher:
             ClientDisconnected: self._client_disconnected,
             ChoiceStopped: self._choice_stopped,
             Tick: self._tick,
+            AssignWaiting: lambda event, out, now: (
+                None
+            ),  # `handle` places requests after each event
             WorkerUp: self._worker_up,
             WorkerLost: self._worker_lost,
             CacheEvents: self._cache_changed,
@@ -154,12 +158,20 @@ class Dispatcher:
         }
 
     def handle(self, event: Event, now: float) -> Commands:
-        """Return the commands that follow from an event, in order of execution."""
+        """Return the commands that follow from an event, in order of execution.
+
+        If `has_more_to_assign` is then true, the caller must soon handle a `AssignWaiting` event.
+        """
         out: Commands = []
         self._handlers[type(event)](event, out, now)
         if self._requests.dirty:
             self._requests.assign_waiting(out, now)
         return out
+
+    @property
+    def has_more_to_assign(self) -> bool:
+        """Whether the last event did not try to place all queued requests, to limit its work."""
+        return self._requests.dirty
 
     def listen(self, listener: DecisionListener) -> None:
         """Report the decisions about requests to `listener`, which replaces the previous one."""

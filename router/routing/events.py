@@ -7,7 +7,7 @@ commands. `docs/lifecycle.md` is the specification.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from penstock.common.sampling_params import SamplingParams
 from penstock.common.worker_load import NO_LOAD, WorkerLoad
@@ -107,27 +107,20 @@ class TokenColumns:
 
     def rows(self) -> Iterator[tuple[int, int, int, int, int, int]]:
         """Yield (request, attempt, choice, position, token, finish) of each row."""
-        return zip(
-            self.requests,
-            self.attempts,
-            self.choices,
-            self.positions,
-            self.tokens,
-            self.finishes,
-            strict=True,
-        )
+        rows: Iterator[Any] = zip(*self._columns(), strict=True)
+        return rows
 
     def select(self, rows: Sequence[int]) -> "TokenColumns":
         """Return the given rows as new columns."""
-        return TokenColumns(
-            [self.requests[row] for row in rows],
-            [self.attempts[row] for row in rows],
-            [self.choices[row] for row in rows],
-            [self.positions[row] for row in rows],
-            [self.tokens[row] for row in rows],
-            [self.finishes[row] for row in rows],
-            {new: self.logprobs[row] for new, row in enumerate(rows) if row in self.logprobs},
+        ids, attempts, choices, positions, tokens, finishes = (
+            [column[row] for row in rows] for column in self._columns()
         )
+        kept = {new: self.logprobs[row] for new, row in enumerate(rows) if row in self.logprobs}
+        return TokenColumns(ids, attempts, choices, positions, tokens, finishes, kept)
+
+    def _columns(self) -> tuple[Sequence[int], ...]:
+        ids = self.requests, self.attempts, self.choices
+        return *ids, self.positions, self.tokens, self.finishes
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,14 +270,18 @@ class Tick:
     """Event: a periodic clock tick, at which time limits are checked and requests may move."""
 
 
+@dataclass(frozen=True, slots=True)
+class AssignWaiting:
+    """Event: queued requests are left to assign (see `Dispatcher.has_more_to_assign`)."""
+
+
 WorkerMessage: TypeAlias = (
     Draining | Heartbeat | Stepped | Yielded | Ready | Received | Failed | Rejected
 )
 CacheEvent: TypeAlias = CacheEvents | CacheSnapshot
 ClientEvent: TypeAlias = RequestArrived | ClientDisconnected | ChoiceStopped
-Event: TypeAlias = (
-    ClientEvent | WorkerUp | WorkerLost | WorkerMessage | CacheEvent | RoleChanged | Tick
-)
+RouterEvent: TypeAlias = RoleChanged | Tick | AssignWaiting
+Event: TypeAlias = ClientEvent | WorkerUp | WorkerLost | WorkerMessage | CacheEvent | RouterEvent
 
 
 # ------------------------------------------------------------------ commands

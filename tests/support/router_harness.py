@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from penstock.common.sampling_params import SamplingParams
 from penstock.router.routing.dispatcher import Dispatcher, DispatcherLimits
 from penstock.router.routing.events import (
+    AssignWaiting,
     Command,
     EndRequest,
     Event,
@@ -41,6 +42,8 @@ class Router:
     def __call__(self, event: Event) -> list[Command]:
         commands = self.dispatcher.handle(event, self.now)
         self.dispatcher.check()
+        while event != AssignWaiting() and self.dispatcher.has_more_to_assign:
+            commands += self(AssignWaiting())
         return commands
 
     def arrive(self, number: int = 1, num_prompt: int = 3, **fields: object) -> list[Command]:

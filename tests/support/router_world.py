@@ -10,6 +10,7 @@ from random import Random
 
 from penstock.router.routing.dispatcher import Dispatcher, DispatcherLimits
 from penstock.router.routing.events import (
+    AssignWaiting,
     ChoiceStopped,
     ClientDisconnected,
     CloseStream,
@@ -127,6 +128,11 @@ class World:
     # -------------------------------------------------------------- the router
 
     def handle(self, event: Event) -> None:
+        self._handle(event)
+        while self.dispatcher.has_more_to_assign:
+            self._handle(AssignWaiting())
+
+    def _handle(self, event: Event) -> None:
         match event:
             case WorkerUp():
                 self.linked.add(event.info.worker)

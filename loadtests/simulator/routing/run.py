@@ -8,6 +8,7 @@ from penstock.common.sampling_params import SamplingParams
 from penstock.loadtests.simulator.routing.prefill_worker import PrefillWorker
 from penstock.router.routing.dispatcher import Dispatcher, DispatcherLimits
 from penstock.router.routing.events import (
+    AssignWaiting,
     Event,
     Request,
     RequestArrived,
@@ -118,7 +119,10 @@ class RoutingRun:
         if isinstance(event, Stepped):
             for request in event.tokens.requests:
                 self._seconds[request] = now - self._arrived_at[request]
-        for command in self._dispatcher.handle(event, now):
+        commands = self._dispatcher.handle(event, now)
+        while self._dispatcher.has_more_to_assign:
+            commands += self._dispatcher.handle(AssignWaiting(), now)
+        for command in commands:
             if isinstance(command, Submit):
                 worker = self._workers[command.worker]
                 self._placed_at[command.request.id] = command.worker

@@ -273,6 +273,8 @@ class Router:
                 self._on_event(self.name, event, commands)
             for command in commands:
                 self._execute(command)
+            if not self._events and self.dispatcher.has_more_to_assign:
+                self._events.append(ev.AssignWaiting())
         self._handling = False
 
     def _execute(self, command: ev.Command) -> None:

@@ -70,9 +70,9 @@ async def test_newest_assignment_wins_whichever_router_received_it(config: Route
     async with serving(config, StubWorker()) as served, client_of(served) as http:
         assert (await post_role(http, "w0", "decode"))[0] == 200
         frontend = served.router.frontend
-        frontend.set_roles({"w0": Assignment("prefill", 1.0, "ops")})
+        frontend.roles.merge({"w0": Assignment("prefill", 1.0, "ops")})
         assert roles(served) == {"w0": "decode"}, "an older assignment is ignored"
-        frontend.set_roles({"w0": Assignment("prefill", 1e12, "ops")})
+        frontend.roles.merge({"w0": Assignment("prefill", 1e12, "ops")})
         assert roles(served) == {"w0": "prefill"}
 
 
@@ -87,7 +87,7 @@ async def test_response_waits_for_the_supervisor(
         await until(lambda: sent)
         assert roles(served) == {"w0": "mixed"}
         assert not posting.done()
-        frontend.set_roles(dict(sent))
+        frontend.roles.merge(dict(sent))
         assert await posting == (200, {"worker": "w0", "role": "decode"})
         assert roles(served) == {"w0": "decode"}
         monkeypatch.setattr(role_recorder, "SECONDS_TO_RECORD", 0.02)

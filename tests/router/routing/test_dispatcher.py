@@ -5,12 +5,14 @@ import pytest
 from penstock.common.worker_load import WorkerLoad
 from penstock.router.routing.dispatcher import DispatcherLimits
 from penstock.router.routing.events import (
+    AssignWaiting,
     ClientDisconnected,
     Deliver,
     DeliverEnd,
     Draining,
     Drop,
     EndRequest,
+    Event,
     Failed,
     Finish,
     Ready,
@@ -28,7 +30,7 @@ from penstock.router.routing.events import (
     Yielded,
 )
 from penstock.router.routing.request_state import Phase
-from penstock.router.routing.request_table import MAX_EXPIRED
+from penstock.router.routing.request_table import MAX_ASSIGNED, MAX_EXPIRED
 from tests.support.columns import NewToken, columns_of
 from tests.support.router_harness import AT, D, E, M, P, Router, ends, submits
 from tests.support.router_world import info_of
@@ -213,16 +215,51 @@ def test_request_whose_deadline_has_passed_is_not_queued() -> None:
 
 
 def test_many_requests_with_one_deadline_are_ended_over_several_events() -> None:
-    router, num = Router(), 3 * MAX_EXPIRED + 1
+    router, num = Router(), 2 * MAX_EXPIRED
     for request in range(1, num + 1):
         router.arrive(request, deadline=router.now + 1)
     router.now += 2
-    ended: list[int] = []
-    while len(ended) < num:
-        now = [request for request, _ in ends(router(Tick()))]
-        assert 0 < len(now) <= 2 * MAX_EXPIRED
-        ended += now
-    assert sorted(ended) == list(range(1, num + 1))
+    assert sorted(handled_in_portions(router, Tick(), MAX_EXPIRED + MAX_ASSIGNED)) == list(
+        range(1, num + 1)
+    )
+
+
+def test_requests_that_waited_too_long_are_ended_over_several_events() -> None:
+    router = Router(
+        info_of("m", "mixed", max_sequences=1), limits=DispatcherLimits(max_wait_seconds=60)
+    )
+    for request in range(1, 2 * MAX_ASSIGNED + 2):
+        router.arrive(request)
+    router.now += 61
+    step = Stepped("m", columns_of([NewToken(1, 1, 0, 0, 50, Finish.NONE)]))
+    ended = handled_in_portions(router, step, MAX_ASSIGNED)
+    assert sorted(ended) == list(range(2, 2 * MAX_ASSIGNED + 2))
+
+
+def handled_in_portions(router: Router, event: Event, most: int) -> list[int]:
+    """Handle an event, and return the requests that ended, at most `most` of them at a time."""
+    found: list[int] = []
+    dispatcher = router.dispatcher
+    while True:
+        now = [request for request, _ in ends(dispatcher.handle(event, router.now))]
+        assert len(now) <= most
+        found += now
+        if not dispatcher.has_more_to_assign:
+            return found
+        event = AssignWaiting()
+
+
+def test_new_worker_gets_queued_requests_over_several_events() -> None:
+    router = Router()
+    for request in range(1, 3 * MAX_ASSIGNED + 1):
+        router.arrive(request)
+    event: Event = WorkerUp(info_of("m", "mixed", max_sequences=1000, num_blocks=1000))
+    for _ in range(3):
+        assert len(submits(router.dispatcher.handle(event, router.now))) == MAX_ASSIGNED
+        assert router.dispatcher.has_more_to_assign
+        event = AssignWaiting()
+    assert not router.dispatcher.handle(event, router.now)
+    assert not router.dispatcher.has_more_to_assign
 
 
 def test_queued_request_is_not_placed_after_its_deadline() -> None:
