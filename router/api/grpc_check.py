@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 
 from google.protobuf.message import DecodeError, Message
 
+from penstock.common.structured_outputs import NAME
 from penstock.protos import inference_pb2 as pb
 from penstock.router.api.grpc_chat import chat_sizes, check_chat
-from penstock.router.api.grpc_codec import call_sizes
+from penstock.router.api.grpc_codec import call_sizes, structured_outputs
 from penstock.router.config import RequestBounds
 from penstock.router.errors import invalid
 from penstock.router.requests.cost_limits import (
@@ -22,6 +23,7 @@ from penstock.router.requests.cost_limits import (
     check_sizes,
 )
 from penstock.router.requests.request import ModelLimits, check_prompt_length, check_vocabulary
+from penstock.router.requests.structured_check import check_form
 
 GRPC_KIND = "grpc"
 """Name of the job that checks a message."""
@@ -56,10 +58,12 @@ def check_job(bounds: RequestBounds, items: Sequence[bytes]) -> list[bytes]:
 
 
 def check_message(message: Message, bounds: RequestBounds, model: ModelLimits) -> None:
-    """Refuse a message with a list that is too long, or with tokens that are not allowed."""
+    """Refuse a message with a list or a constraint that is too long, or with unknown tokens."""
     match message:
         case pb.GenerateRequest():
             check_generate(message, bounds, model)
+            if (wanted := structured_outputs(message.sampling)) is not None:
+                check_form(wanted, NAME)
             check_chat(message.chat, bounds)
         case pb.TokenizeRequest():
             check_sizes(CallSizes(**chat_sizes(message.chat)), bounds)

@@ -204,6 +204,22 @@ async def test_another_stream_is_not_disturbed_by_detokenize(
     await beside_another_stream(shared_served, detokenize())
 
 
+async def test_another_stream_is_not_disturbed_by_millions_of_choices(
+    shared_served: Served,
+) -> None:
+    sampling = pb.Sampling(choice=pb.Choices(texts=[""] * 2_000_000))
+
+    async def generate() -> bytes:
+        async with grpc.aio.insecure_channel(shared_served.router.grpc_address) as channel:
+            stub: Any = inference_pb2_grpc.InferenceStub(channel)  # type: ignore[no-untyped-call]
+            call = stub.Generate(pb.GenerateRequest(text="x", sampling=sampling))
+            assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert "the text has 8000000 bytes; at most 131072 are allowed" in await call.details()
+        return b""
+
+    await beside_another_stream(shared_served, generate())
+
+
 async def test_tenant_that_fills_the_queue_does_not_keep_others_out(config: RouterConfig) -> None:
     """Calls of 64 prompts with 64 choices each fill the queue of 1,024 requests."""
     keyed = replace(config, api_keys=user_keys("greedy", "other"))
