@@ -8,6 +8,12 @@ from typing import NamedTuple
 
 from penstock.router.errors import Code, ServingError
 
+MAX_ERROR_CHARS = 4096
+"""Length to which an error's message and field are cut.
+
+They can contain a key of the request that has millions of characters.
+"""
+
 
 class Reply(NamedTuple):
     """The result of a job in a helper process."""
@@ -22,7 +28,9 @@ def encode_reply(reply: Reply) -> list[bytes]:
     head: list[object] = [reply.cpu_microseconds]
     if reply.error is not None:
         error = reply.error
-        head += [error.code.value, error.message, error.param, error.retry_after, error.reason]
+        message = error.message[:MAX_ERROR_CHARS]
+        param = error.param and error.param[:MAX_ERROR_CHARS]
+        head += [error.code.value, message, param, error.retry_after, error.reason]
     return [json.dumps(head).encode(), *reply.items]
 
 

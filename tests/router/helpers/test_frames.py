@@ -60,6 +60,15 @@ def test_reply_keeps_its_parts_and_its_error() -> None:
     assert vars(found.error) == vars(error)
 
 
+def test_error_that_contains_a_long_key_of_the_request_is_cut() -> None:
+    key = "\n" * 2_000_000
+    (head,) = encode_reply(Reply(8, [], ServingError(Code.INVALID, f"{key}: unknown", key)))
+    assert len(head) < 20_000
+    found = decode_reply([head])
+    assert found.error is not None
+    assert (found.error.message, found.error.param) == (key[:4096], key[:4096])
+
+
 @pytest.mark.parametrize("items", [[], [b"{"], [b"[]"], [b"[1,2]"], [b'[1,"bogus","",1,1,1]']])
 def test_reply_with_a_wrong_head_is_a_value_error(items: list[bytes]) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 (any text: it is not shown)
