@@ -15,10 +15,17 @@ def dumps(value: object) -> str:
     return to_json(value, inf_nan_mode="constants").decode()
 
 
-def string(text: str) -> Iterator[str]:
-    """Yield a text as a JSON string, in fragments."""
-    starts = range(0, len(text), CHARS_PER_FRAGMENT)
-    return joined_string(text[start : start + CHARS_PER_FRAGMENT] for start in starts)
+def string(*texts: str) -> Iterator[str]:
+    """Yield the concatenation of texts as a JSON string, in fragments."""
+    if sum(map(len, texts)) <= CHARS_PER_FRAGMENT:
+        return iter((dumps("".join(texts)),))
+    return joined_string(part for text in texts for part in fragments_of(text))
+
+
+def fragments_of(text: str) -> Iterator[str]:
+    """Yield a text in parts of `CHARS_PER_FRAGMENT` characters."""
+    for start in range(0, len(text), CHARS_PER_FRAGMENT):
+        yield text[start : start + CHARS_PER_FRAGMENT]
 
 
 def joined_string(texts: Iterable[str]) -> Iterator[str]:

@@ -153,9 +153,9 @@ def parse_job(bounds: RequestBounds, items: Sequence[bytes]) -> list[bytes]:
     form = body.encode_form() if isinstance(body, StructuredFields) else b""
     if parsed.chat is not None:
         chat = parsed.chat
-        head: list[object] = [type(body).__name__, None, chat.num_chars, chat.final_text]
-        content = [chat.messages, chat.tools, chat.documents, chat.forced_schema.encode()]
-        content += [chat.strict_calls, *parsed.kept]
+        head: list[object] = [type(body).__name__, None, chat.num_chars]
+        content = [chat.messages, chat.final_text.encode(), chat.tools, chat.documents]
+        content += [chat.forced_schema.encode(), chat.strict_calls, *parsed.kept]
     else:
         fragments = [list(_fragments(prompt)) for prompt in parsed.prompts]
         head = [type(body).__name__, list(map(len, fragments))]
@@ -171,9 +171,9 @@ async def read_parsed(items: Sequence[bytes]) -> ParsedBody[Any]:
     if isinstance(body, StructuredFields):
         body.restore_form(form)
     if counts is None:
-        messages, tools, documents, forced, strict, *kept = content
-        num_chars, text = sizes
-        chat = Chat(messages, num_chars, text, tools, documents, forced.decode(), strict)
+        messages, text, tools, documents, forced, strict, *kept = content
+        (num_chars,) = sizes
+        chat = Chat(messages, num_chars, text.decode(), tools, documents, forced.decode(), strict)
         return ParsedBody(body, chat=chat, kept=kept)
     slices = Slices()
     prompts: list[Prompt] = []

@@ -21,6 +21,7 @@ from penstock.router.parsers.pieces import (
     Piece,
 )
 from penstock.router.requests.answer_parsing import AnswerParsing
+from penstock.router.requests.json_text import fragments_of, string
 from penstock.router.requests.response_stream import Delta
 
 CHARS_PER_FRAGMENT = 4096  # characters per call of the parser; a call takes about 2 ms
@@ -54,11 +55,17 @@ class ParsedChatFormatter(ChatFormatter):
             pieces += answer.feed(delta.text[start : start + CHARS_PER_FRAGMENT])
             yield ""
         pieces += answer.feed("", has_ended=True)
-        message = self._message(index, pieces, self._context.echoed(delta))
-        yield dumps({"index": index, "message": message})[:-1]
+        echoed = self._context.echoed(delta)
+        content, others = self._message(index, pieces, bool(echoed))
+        yield f'{{"index":{index},"message":{{"role":"assistant","content":'
+        yield from ("null",) if content is None else string(echoed, content)
+        yield "," + dumps(others)[1:]
         yield from self._choice_fields(replace(delta, finish=answer.finish_reason(delta.finish)))
 
-    def _message(self, index: int, pieces: Sequence[Piece], echoed: str) -> dict[str, Any]:
+    def _message(
+        self, index: int, pieces: Sequence[Piece], has_echo: bool
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Return the content of a message without the echoed text, and the fields after it."""
         texts = {
             kind: "".join(piece.text for piece in pieces if piece.kind == kind) for kind in FIELDS
         }
@@ -67,17 +74,12 @@ class ParsedChatFormatter(ChatFormatter):
         for piece in pieces:
             if piece.kind == ARGUMENTS:
                 arguments[piece.call] += piece.text
-        content, reasoning = echoed + texts[CONTENT], texts[REASONING]
-        has_more = bool(calls or reasoning)
-        message: dict[str, Any] = {
-            "role": "assistant",
-            "content": None if has_more and not content else content,
-            "refusal": None,
-        }
+        content, reasoning = texts[CONTENT], texts[REASONING]
+        others: dict[str, Any] = {"refusal": None}
         if reasoning:
-            message["reasoning_content"] = reasoning
+            others["reasoning_content"] = reasoning
         if calls:
-            message["tool_calls"] = [
+            others["tool_calls"] = [
                 {
                     "id": self._call_id(index, piece),
                     "type": "function",
@@ -85,7 +87,8 @@ class ParsedChatFormatter(ChatFormatter):
                 }
                 for piece in calls
             ]
-        return message
+        is_empty = not (content or has_echo)
+        return None if is_empty and (calls or reasoning) else content, others
 
     # ------------------------------------------------------------ chunks
 
@@ -99,8 +102,7 @@ class ParsedChatFormatter(ChatFormatter):
         if index not in self._answers:
             self._answers[index] = self._new_answer()
             yield from self._first_chunk(index)
-            if echoed := self._context.echoed(delta):
-                pieces.append(Piece(CONTENT, echoed))
+            pieces += [Piece(CONTENT, part) for part in fragments_of(self._context.echoed(delta))]
         answer = self._answers[index]
         self._progress.add(index, delta)
         pieces += answer.feed(delta.text, has_ended=bool(delta.finish))

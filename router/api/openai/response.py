@@ -24,6 +24,7 @@ from penstock.router.api.openai.text_offsets import TextOffsets
 from penstock.router.api.openai.token_chunks import PLAIN, StreamProgress, TokenChunks
 from penstock.router.api.openai.token_logprobs import logprobs_json
 from penstock.router.errors import ServingError
+from penstock.router.requests.json_text import string
 from penstock.router.requests.response_stream import Delta
 
 DONE = "data: [DONE]\n\n"
@@ -86,8 +87,9 @@ class CompletionFormatter:
         call, progress = self._context, self._progress
         index, delta = call.choice_index(delta), call.visible(delta)
         begins = progress.is_first(index)
-        text = (call.echoed(delta) if begins else "") + delta.text
-        yield f'{{"index":{index},"text":{dumps(text)},"logprobs":'
+        yield f'{{"index":{index},"text":'
+        yield from string(call.echoed(delta) if begins else "", delta.text)
+        yield ',"logprobs":'
         if call.num_logprobs is None:
             yield "null"
             progress.add(index, delta)
@@ -192,9 +194,10 @@ class ChatFormatter:
 
     def _answer(self, delta: Delta) -> Iterator[str]:
         """Yield a choice without its closing brace."""
-        text = self._context.echoed(delta) + delta.text
-        message = {"role": "assistant", "content": text, "refusal": None}
-        yield dumps({"index": self._context.choice_index(delta), "message": message})[:-1]
+        index = self._context.choice_index(delta)
+        yield f'{{"index":{index},"message":{{"role":"assistant","content":'
+        yield from string(self._context.echoed(delta), delta.text)
+        yield ',"refusal":null}'
         yield from self._choice_fields(delta)
 
     def chunk(self, delta: Delta) -> Iterator[str]:
@@ -207,8 +210,11 @@ class ChatFormatter:
         self.token_chunks.add(
             delta, lambda text: self._event(dumps(_plain_chat_choice(index, text)))
         )
-        new = {"content": text} if text or not delta.finish else {}
-        yield f'{self._head},"choices":[{dumps({"index": index, "delta": new})[:-1]}'
+        yield f'{self._head},"choices":[{{"index":{index},"delta":{{'
+        if text or not delta.finish:
+            yield '"content":'
+            yield from string(text)
+        yield "}"
         yield from self._choice_fields(delta)
         yield "}]" + self._end()
 

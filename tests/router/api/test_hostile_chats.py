@@ -35,7 +35,8 @@ TEMPLATE = (
     "{% if spin or 'spin' in text %}{% for i in range(99999) %}{% for j in range(99999) %}"
     "{% if j < 0 %}{{ j }}{% endif %}{% endfor %}{% endfor %}{% endif %}"
     "{% if size %}{{ ('a' * size) | length }}{% endif %}"
-    "{% for message in messages %}{{ message.content }}{% endfor %}"
+    "{% if short %}x{% else %}"
+    "{% for message in messages %}{{ message.content }}{% endfor %}{% endif %}"
 )
 HELLO = [{"role": "user", "content": "hello"}]
 SPIN = {"messages": HELLO, "chat_template_kwargs": {"spin": True}}
@@ -244,6 +245,20 @@ async def test_large_answer_of_tokenize_is_made_in_slices(
     answer = await post(http, "/detokenize", tokens)
     assert answer.json() == {"prompt": f"<s>{text}"}
     assert callback_times.longest < 0.03
+
+
+@pytest.mark.parametrize("fields", [{}, {"stream": True}], ids=str)
+async def test_long_echo_of_a_chat_is_made_in_slices(
+    http: httpx.AsyncClient, callback_times: CallbackTimes, fields: dict[str, Any]
+) -> None:
+    text = "\n" * 2_000_000
+    body = {"messages": [*HELLO, {"role": "assistant", "content": text}], "echo": True, **fields}
+    short = {"chat_template_kwargs": {"short": True}, "max_tokens": 1}
+    answer = await post(http, CHAT, body | short)
+    assert answer.status_code == 200, answer.text
+    assert answer.text.count("\\n") == len(text)
+    # If a single callback made the whole answer, the callback would take about 0.03 s.
+    assert callback_times.longest < 0.015
 
 
 async def test_sampling_parameters_are_computed_once_for_a_call(
