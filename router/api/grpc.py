@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from contextvars import ContextVar
 from dataclasses import replace
 
 import grpc
@@ -51,6 +52,9 @@ from penstock.router.requests.text_decoding import encoded_texts
 SERVICE = "penstock.v1.Inference"
 TOKENS_PER_SLICE = 16 << 10
 """Number of token ids that are serialized without a pause."""
+
+IS_CHECKED: ContextVar[bool] = ContextVar("is_checked", default=False)
+"""Whether a helper process has checked the message of the current call, which has its own task."""
 
 
 def start_grpc(frontend: Frontend) -> tuple[grpc.aio.Server, HealthService]:
@@ -138,6 +142,8 @@ class InferenceApi:
         """Stream replies to the client as tokens are generated."""
         self._frontend.check_model(request.model)
         tenant = self._tenant(context)
+        if not IS_CHECKED.get():
+            check_generate(request, self._frontend.config.bounds, self._frontend.model)
         sampling = self._sampling(request)
         if words := request.sampling.bad_words:
             encoded = await self._frontend.prompts.encode_bad_words(words, tenant)
@@ -192,7 +198,7 @@ class InferenceApi:
         """Return a serialized `DetokenizeReply`."""
         self._frontend.check_model(request.model)
         bounds = self._frontend.config.bounds
-        if len(request.tokens) <= INLINE_BYTES:  # a helper process has checked longer lists
+        if not IS_CHECKED.get():
             check_tokens(request, bounds, self._frontend.model)
         skip = not request.keep_special_tokens
         texts = self._frontend.tokenizer.token_bytes.texts(request.tokens, skip)
@@ -228,9 +234,9 @@ class InferenceApi:
         raise invalid("the prompt is empty: set 'text', 'tokens' or 'chat'", "prompt")
 
     async def _encode_chat(self, chat: pb.Chat, tenant: str) -> list[int]:
-        bounds = self._frontend.config.bounds
-        check_sizes(CallSizes(**chat_sizes(chat)), bounds)
-        if chat.ByteSize() <= INLINE_BYTES:  # a helper process has already checked larger chats
+        if not IS_CHECKED.get():
+            bounds = self._frontend.config.bounds
+            check_sizes(CallSizes(**chat_sizes(chat)), bounds)
             check_chat(chat, bounds)
         options = template_options(chat)
         return await self._frontend.prompts.encode_chat(await to_chat(chat), tenant, options)
@@ -255,6 +261,7 @@ class InferenceApi:
         job = job_items(kind, data, self._frontend.model)
         tenant = self._tenant(context)
         (checked,) = await self._frontend.helpers.run(GRPC_KIND, job, tenant, "the message")
+        IS_CHECKED.set(True)
         return checked
 
     def _tenant(self, context: Context) -> str:
@@ -264,16 +271,13 @@ class InferenceApi:
         return self._keys.authenticate(authorization_of(context.invocation_metadata()))
 
     def _sampling(self, request: pb.GenerateRequest) -> SamplingParams:
-        """Return the sampling parameters of a request, without its bad words.
+        """Return the sampling parameters of a checked request, without its bad words.
 
         Raises:
-            ServingError: the request is too large or too expensive. Both are checked before the
-                lists of the request are read.
+            ServingError: the request is too expensive, or a parameter is invalid.
         """
-        bounds, model = self._frontend.config.bounds, self._frontend.model
-        check_generate(request, bounds, model)
         sampling = sampling_params(request, self._frontend.defaults)
-        check_least_cost(sampling, 1, model, bounds)
+        check_least_cost(sampling, 1, self._frontend.model, self._frontend.config.bounds)
         return sampling
 
 

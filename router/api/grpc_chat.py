@@ -1,6 +1,6 @@
 """Chats of the gRPC API: checks, and conversion into the form for chat templates."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pydantic_core import from_json
@@ -11,6 +11,7 @@ from penstock.protos import inference_pb2 as pb
 from penstock.router.config import RequestBounds
 from penstock.router.errors import invalid
 from penstock.router.requests.chat import Chat, chat_of, check_role, check_variables
+from penstock.router.requests.slices import Slices
 from penstock.router.requests.tools import check_json, check_tools
 
 MAX_READ = RequestBounds().max_messages
@@ -58,7 +59,11 @@ async def to_chat(chat: pb.Chat) -> Chat:
     """
     if not chat.messages:
         raise invalid("'messages' is empty: send at least one message", "messages")
-    messages = [_message(message) for message in chat.messages]
+    slices = Slices()
+    messages: list[dict[str, Any]] = []
+    for message in chat.messages:
+        messages.append(await _message(message, slices))
+        await slices.pause()
     return await chat_of(messages, _array(chat.tools), _array(chat.documents))
 
 
@@ -69,7 +74,7 @@ def template_options(chat: pb.Chat) -> TemplateOptions:
     return TemplateOptions(variables=from_json(chat.template_kwargs))
 
 
-def _message(message: pb.ChatMessage) -> dict[str, Any]:
+async def _message(message: pb.ChatMessage, slices: Slices) -> dict[str, Any]:
     check_role(message.role)
     found: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.content_list:
@@ -79,7 +84,7 @@ def _message(message: pb.ChatMessage) -> dict[str, Any]:
                 "set only one of them",
                 "messages",
             )
-        found["content"] = [_text_of(each) for each in message.content_list]
+        found["content"] = await _converted(_text_of, message.content_list, slices)
     if message.role == "tool" and not message.tool_call_id:
         raise invalid(
             "a message with the role 'tool' has no tool_call_id: set it to the id of the call",
@@ -94,10 +99,20 @@ def _message(message: pb.ChatMessage) -> dict[str, Any]:
         )
     if message.tool_calls:
         found["content"] = found["content"] or None
-        found["tool_calls"] = [_call(call) for call in message.tool_calls]
+        found["tool_calls"] = await _converted(_call, message.tool_calls, slices)
     for name in ("name", "tool_call_id", "reasoning_content"):
         if value := getattr(message, name):
             found[name] = value
+    return found
+
+
+async def _converted(
+    convert: Callable[[Any], dict[str, Any]], items: Sequence[Any], slices: Slices
+) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for item in items:
+        found.append(convert(item))
+        await slices.pause()
     return found
 
 

@@ -82,17 +82,31 @@ async def chat_of(
     The tools and documents are JSON arrays or empty.
     """
     slices = Slices()
-    fragments: list[str] = []
+    fragments: list[bytes] = []
+    count = len(tools) + len(documents)
     separator = "["
     for message in messages:
-        fragments.append(separator)
+        fragments.append(separator.encode())
         for fragment in message_json(message):
-            fragments.append(fragment)
+            fragments.append(fragment.encode())
+            await slices.pause()
+        for value in _values(message):
+            count += num_chars(value)
             await slices.pause()
         separator = ","
-    text = "".join((*fragments, "]"))
-    count = sum(map(num_chars_of, messages)) + len(tools) + len(documents)
-    return Chat(text.encode(), count, tools=tools, documents=documents)
+    text = b"".join((*fragments, b"]"))
+    return Chat(text, count, tools=tools, documents=documents)
+
+
+def _values(message: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield the values whose characters `num_chars_of` counts, one by one."""
+    for name, value in message.items():
+        if name == "content" and isinstance(value, list):
+            yield from (part["text"] for part in value)
+        elif isinstance(value, list):
+            yield from value
+        elif name != "role":
+            yield value
 
 
 def array_of(values: Sequence[Any] | None) -> bytes:
@@ -129,16 +143,25 @@ def final_text(messages: Sequence[Mapping[str, Any]]) -> str:
 
 def message_json(message: Mapping[str, Any]) -> Iterator[str]:
     """Yield a message as JSON, in fragments."""
-    content = message["content"]
-    yield f'{{"role":{dumps(message["role"])},"content":'
-    if isinstance(content, str):
-        yield from string(content)
-    else:
-        yield dumps(content)
+    separator = "{"
     for name, value in message.items():
-        if name not in ("role", "content"):
-            yield f",{dumps(name)}:{dumps(value)}"
+        yield f"{separator}{dumps(name)}:"
+        separator = ","
+        if isinstance(value, str):
+            yield from string(value)
+        elif isinstance(value, list):
+            yield from _array_json(value)
+        else:
+            yield dumps(value)
     yield "}"
+
+
+def _array_json(values: Sequence[Any]) -> Iterator[str]:
+    separator = "["
+    for value in values:
+        yield separator + dumps(value)
+        separator = ","
+    yield "]" if values else "[]"
 
 
 def num_chars(value: Mapping[str, Any] | Sequence[Any] | str | None) -> int:

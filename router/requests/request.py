@@ -84,9 +84,10 @@ def check_timeout(seconds: float) -> None:
 def safe_request_id(name: str) -> str:
     """Return a client's request id, cut to 128 characters.
 
-    An id that is unsafe for logs becomes an empty string.
+    If these characters are unsafe for logs, the result is an empty string.
     """
-    return name[:128] if name.isascii() and name.isprintable() else ""
+    name = name[:128]
+    return name if name.isascii() and name.isprintable() else ""
 
 
 def check_prompt(prompt: Sequence[int], model: ModelLimits) -> None:

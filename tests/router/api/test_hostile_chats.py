@@ -307,6 +307,34 @@ async def test_large_grpc_message_is_checked_before_it_is_parsed(
     assert words in str(refusal.value.details())
 
 
+TEXT = "x" * 500
+LARGE_CHATS: dict[str, list[pb.ChatMessage]] = {
+    "messages": [pb.ChatMessage(role="user", content=TEXT)] * 4096,
+    "parts": [pb.ChatMessage(role="user", content_list=[pb.ContentPart(text=TEXT)] * 4096)],
+    "calls": [
+        pb.ChatMessage(
+            role="assistant", tool_calls=[pb.ToolCall(id="1", name="f", arguments=TEXT)] * 4096
+        )
+    ],
+}
+
+
+@pytest.mark.parametrize("name", LARGE_CHATS)
+async def test_large_grpc_chat_is_converted_in_slices(
+    stub: Any, callback_times: CallbackTimes, name: str
+) -> None:
+    chat = pb.Chat(messages=LARGE_CHATS[name], template_kwargs='{"short": true}')
+    assert len((await stub.Tokenize(pb.TokenizeRequest(chat=chat))).tokens) == 1
+    # If a single callback converted all messages, the callback would take about 0.02 s.
+    assert callback_times.longest < 0.012
+
+
+async def test_small_grpc_message_is_checked_after_a_large_one(stub: Any) -> None:
+    await stub.Detokenize(pb.DetokenizeRequest(tokens=[52] * 2 * INLINE_BYTES))
+    with pytest.raises(grpc.aio.AioRpcError, match="outside the vocabulary"):
+        await stub.Detokenize(pb.DetokenizeRequest(tokens=[99999]))
+
+
 async def test_large_message_of_another_kind_is_refused(hostile: Served) -> None:
     content = pb.GetModelRequest(name="x" * 100_000).SerializeToString()
     async with grpc.aio.insecure_channel(hostile.router.grpc_address) as channel:
