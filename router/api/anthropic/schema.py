@@ -7,7 +7,7 @@ from pydantic import ConfigDict, Field, PrivateAttr
 
 from penstock.common.number_text import number_text
 from penstock.common.sampling_params import SamplingParams
-from penstock.common.structured_outputs import MAX_BYTES, StructuredOutputs, json_schema
+from penstock.common.structured_outputs import StructuredOutputs, json_schema
 from penstock.common.text.chat_source import TemplateOptions
 from penstock.common.thinking_budget import MAX_BUDGET
 from penstock.router.api.anthropic.blocks import (
@@ -34,9 +34,6 @@ from penstock.router.requests.generation_defaults import GenerationDefaults
 from penstock.router.requests.request import ModelLimits
 from penstock.router.requests.structured_check import check_form
 from penstock.router.requests.tools import check_json
-
-MAX_FORMAT_BYTES = 2 * MAX_BYTES
-"""Largest size of `output_config.format`, in bytes of JSON. Its schema has a lower limit."""
 
 CONTINUES = b"continues"
 """Item in the result of `kept` if the answer continues the last message."""
@@ -94,8 +91,6 @@ class CountTokensBody(ChatBody):
     def check_content(self, bounds: RequestBounds, model: ModelLimits) -> None:
         depth = bounds.max_json_depth
         check_json("tools", self._functions(), bounds.max_tools_bytes, depth)
-        if self.output_config is not None:
-            check_json("output_config", self.output_config.format, MAX_FORMAT_BYTES)
         for message in self.messages:
             blocks = message.content if isinstance(message.content, list) else ()
             inputs = [block.input for block in blocks if isinstance(block, ToolUseBlock)]

@@ -6,7 +6,7 @@ in fragments that are each fast to parse.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic
 
@@ -28,7 +28,7 @@ from penstock.router.api.openai.schema import (
 from penstock.router.api.openai.structured_fields import StructuredFields
 from penstock.router.api.responses.body import ResponsesRequest
 from penstock.router.config import RequestBounds
-from penstock.router.errors import ServingError, renamed
+from penstock.router.errors import ServingError, invalid, renamed
 from penstock.router.requests.chat import Chat, array_of, final_text, num_chars, num_chars_of
 from penstock.router.requests.cost_limits import check_num_detokenized, check_sizes
 from penstock.router.requests.json_text import dumps
@@ -40,6 +40,12 @@ BODY_KIND = "body"
 """Name of the job that parses a body."""
 
 IDS_PER_FRAGMENT = 32 << 10
+
+MAX_FIELDS_CHARS = 256 << 10
+"""Maximum length of the JSON of the fields that are not in `StrictModel.CONTENT`, in large bodies.
+
+`allowed_token_ids` does not count: its length is limited by the vocabulary.
+"""
 
 INLINE_BYTES = 32 << 10
 """Bodies up to this size are parsed on the event loop, larger ones in a helper process."""
@@ -148,7 +154,9 @@ def parse_job(bounds: RequestBounds, items: Sequence[bytes]) -> list[bytes]:
     parsed = parse_body(name, items[1], bounds, ModelLimits(*model))
     body = parsed.body
     wanted = body.model_fields_set & type(body).model_fields.keys()
-    empty = {name: body.CONTENT[name] for name in wanted & body.CONTENT.keys()}
+    content_fields = wanted & body.CONTENT.keys()
+    _check_fields(body, wanted - content_fields)
+    empty = {name: body.CONTENT[name] for name in content_fields}
     fields = body.model_copy(update=empty).model_dump_json(include=wanted)
     form = body.encode_form() if isinstance(body, StructuredFields) else b""
     if parsed.chat is not None:
@@ -225,6 +233,18 @@ def _check_raw(kind: type[StrictModel], data: bytes, bounds: RequestBounds) -> N
         return  # the validation of the fields reports invalid JSON to the client
     if isinstance(raw, dict):
         check_sizes(kind.sizes(raw), bounds)
+
+
+def _check_fields(body: StrictModel, names: Collection[str]) -> None:
+    """Refuse fields that are too large for the event loop, which parses them without a pause."""
+    sizes = {name: len(dumps(getattr(body, name))) for name in names if name != "allowed_token_ids"}
+    if sum(sizes.values()) > MAX_FIELDS_CHARS:
+        name = max(sizes, key=lambda each: sizes[each])
+        raise invalid(
+            f"{name} has {sizes[name]} characters as JSON; all fields but messages, prompts, tools "
+            f"and documents may have at most {MAX_FIELDS_CHARS} in all",
+            name,
+        )
 
 
 def _check_prompt_lengths(prompt: object, model: ModelLimits) -> None:

@@ -35,6 +35,7 @@ from penstock.router.requests.cost_limits import CallSizes
 from penstock.router.requests.forced_calls import forced_schema
 from penstock.router.requests.generation_defaults import GenerationDefaults
 from penstock.router.requests.request import ModelLimits
+from penstock.router.requests.structured_check import check_form
 from penstock.router.requests.tools import check_json
 
 Input: TypeAlias = str | Annotated[list[InputItem], Field(fail_fast=True)]
@@ -170,6 +171,8 @@ class ResponsesRequest(ChatBody):
         check_json("tools", self.tools, bounds.max_tools_bytes, depth)
         check_json("tool_choice", self.tool_choice, bounds.max_tools_bytes, depth)
         check_json("text", self.text and self.text.format, bounds.max_tools_bytes, depth)
+        if self.text is not None and (form := self.text.form()) is not None:
+            check_form(form, "text")
 
     # ------------------------------------------------------------ the chat
 

@@ -169,6 +169,23 @@ async def test_body_that_needs_too_much_memory_is_refused(http: httpx.AsyncClien
     assert (await post(http, COMPLETIONS, {"prompt": "x", "max_tokens": 1})).status_code == 200
 
 
+RESPONSES = "/v1/responses"
+LONG_FIELDS: list[tuple[str, dict[str, Any], str]] = [
+    (CHAT, {"messages": HELLO, "model": "\n" * 1_000_000}, "model"),
+    (COMPLETIONS, {"prompt": "x", "cache_salt": "x" * 300_000, "stop": ["x"]}, "cache_salt"),
+    (RESPONSES, {"input": "x", "prompt_cache_key": "x" * 300_000}, "prompt_cache_key"),
+    (RESPONSES, {"input": "x", "user": "x" * 200_000, "safety_identifier": "y" * 150_000}, "user"),
+    (RESPONSES, {"input": "x", "metadata": {"a": "x" * 300_000}}, "metadata"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "field"), LONG_FIELDS, ids=lambda value: str(value)[:40])
+async def test_long_field_that_the_router_would_parse_is_refused_by_name(
+    http: httpx.AsyncClient, path: str, body: dict[str, Any], field: str
+) -> None:
+    assert message_of(await post(http, path, body), field).startswith(field)
+
+
 BODIES: list[tuple[str, dict[str, Any]]] = [
     (COMPLETIONS, {"prompt": ["a b", "c"], "max_tokens": 2, "echo": True, "stop": "x"}),
     (COMPLETIONS, {"prompt": [[5, 6], [7]], "max_tokens": 2, "logit_bias": {"5": 1}, "seed": 4}),

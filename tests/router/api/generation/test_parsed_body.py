@@ -1,0 +1,43 @@
+"""The fields of a large body, which the router parses after a helper process has checked them."""
+
+import json
+from typing import Any
+
+import pytest
+
+from penstock.router.api.generation.parsed_body import (
+    MAX_FIELDS_CHARS,
+    job_items,
+    parse_job,
+    read_parsed,
+)
+from penstock.router.config import RequestBounds
+from penstock.router.errors import ServingError
+from penstock.router.requests.request import ModelLimits
+
+BOUNDS = RequestBounds()
+MODEL = ModelLimits("stub", 2048, 300_000)
+
+
+def parsed(**fields: Any) -> list[bytes]:
+    data = json.dumps({"prompt": "x" * 2 * MAX_FIELDS_CHARS, **fields}).encode()
+    return parse_job(BOUNDS, job_items("completion", data, MODEL))
+
+
+async def test_prompt_and_allowed_tokens_may_be_longer_than_other_fields() -> None:
+    tokens = list(range(MODEL.vocab_size))
+    found = await read_parsed(parsed(allowed_token_ids=tokens, cache_salt="salt"))
+    assert (found.body.allowed_token_ids, found.body.cache_salt) == (tokens, "salt")
+    assert found.prompts == ["x" * 2 * MAX_FIELDS_CHARS]
+
+
+def test_longest_of_fields_that_are_too_long_together_is_named() -> None:
+    half = MAX_FIELDS_CHARS // 2
+    parsed(cache_salt="x" * (half - 10), model="x" * (half - 10))
+    with pytest.raises(ServingError) as refusal:
+        parsed(cache_salt="x" * (half - 10), model="x" * (half + 10))
+    assert refusal.value.param == "model"
+    assert refusal.value.message == (
+        f"model has {half + 12} characters as JSON; all fields but messages, prompts, tools and "
+        f"documents may have at most {MAX_FIELDS_CHARS} in all"
+    )
