@@ -14,6 +14,7 @@ from starlette.responses import Response
 from penstock.protos import inference_pb2 as pb
 from penstock.protos import inference_pb2_grpc
 from penstock.router.api.generation.sending import FragmentResponse
+from penstock.router.api.http import authorization_of
 from penstock.router.errors import Code, ServingError
 from penstock.router.frontend import Frontend
 from penstock.router.observability.explained_request import (
@@ -62,7 +63,8 @@ class Explainer:
         Args:
             request_id: the client's id of the requests.
             tenant: the tenant whose requests the caller may see, or None for all tenants.
-            authorization: the caller's Authorization header, which other routers check again.
+            authorization: the caller's API key as an Authorization header, which other routers
+                check again.
             is_forwarded: whether the call comes from another router, which has not found the
                 request.
 
@@ -112,7 +114,7 @@ class Explainer:
         reply = await self.explain(
             request.path_params["id"],
             None if state.is_operator else state.tenant,
-            request.headers.get("authorization"),
+            authorization_of(request.scope),
             is_forwarded=False,
         )
         return FragmentResponse(_json_fragments(reply))

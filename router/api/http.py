@@ -287,7 +287,7 @@ class AuthMiddleware:
         if scope["path"] not in self._public:
             roles = self._roles.get(scope["path"], self._other_roles)
             is_loopback = self._names is not None
-            caller = self._keys.authenticate(_authorization(scope), roles, is_loopback)
+            caller = self._keys.authenticate(authorization_of(scope), roles, is_loopback)
             scope.setdefault("state", {}).update(
                 tenant=caller.tenant,
                 key_name=caller.name,
@@ -295,7 +295,7 @@ class AuthMiddleware:
             )
 
 
-def _authorization(scope: Scope) -> str | None:
+def authorization_of(scope: Scope) -> str | None:
     """Return the Authorization header.
 
     Anthropic's clients send the header `x-api-key` instead; its key is returned as a bearer token.

@@ -156,6 +156,19 @@ async def test_any_router_forwards_to_the_one_that_served_the_request(
                     assert body["requests"][0]["events"][1]["worker"] == "w0"
 
 
+async def test_key_in_the_header_of_anthropic_is_forwarded(config: RouterConfig) -> None:
+    async with two_routers(replace(config, api_keys=KEYS)) as (first, second):
+        async with client_of(first, "first-user") as http:
+            name = await complete(http)
+        for key, expected in (("first-user", 200), ("second-user", 404), (OPERATOR, 200)):
+            async with client_of(second) as http:
+                http.headers["x-api-key"] = key
+                status, body = await explain(http, name)
+                assert status == expected
+                if expected == 200:
+                    assert body["router"] == "router-0"
+
+
 async def test_silent_router_is_named(config: RouterConfig) -> None:
     async with serving(config, StubWorker()) as served, client_of(served) as http:
         served.router.frontend.routers = [
