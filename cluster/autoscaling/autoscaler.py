@@ -108,6 +108,8 @@ class PoolInputs:
     workers: Sequence[ServingWorker] = ()  # the serving workers, in any order
     pending: int = 0  # number of workers that were requested but do not serve yet
     draining: int = 0
+    # Number of workers that serve another role for now. They hold GPUs, but are not drained.
+    reassigned: int = 0
     waiting: int = 0  # number of requests that are queued at routers for this pool
     waiting_tokens: int = 0  # number of uncached prompt tokens of the queued requests
     arrived_tokens: int = 0  # total number of uncached prompt tokens that have arrived
@@ -201,7 +203,7 @@ class Autoscaler:
                 each.count,
                 each.desired,
                 self._limits[each.pool].gpus,
-                states[each.pool].draining,
+                states[each.pool].draining + states[each.pool].reassigned,
             )
             for each in decisions
         ]
@@ -282,12 +284,10 @@ class Autoscaler:
         left = max(1 - (now - history.started_at) / INITIAL_SIZE_FADE_SECONDS, 0.0)
         stay = int(self._policy.hedge * left * history.first_count)
         if stay > enough:
-            return float(
-                stay
-            ), f", {stay} of the initial {history.first_count} workers are kept for now"
-        return float(
-            enough
-        ), f", with {enough} workers at most {self._policy.late:.0%} of the work would be late"
+            why = f", {stay} of the initial {history.first_count} workers are kept for now"
+            return float(stay), why
+        why = f", with {enough} workers at most {self._policy.late:.0%} of the work would be late"
+        return float(enough), why
 
     def _decode_need(self, pool: str, state: PoolInputs, fresh: list[ServingWorker]) -> _Need:
         limits = self._limits[pool]

@@ -106,8 +106,8 @@ class AutoscalerInputs:
                     if phase is Phase.SERVING
                 ],
                 pending=_count(of.values(), Phase.PENDING),
-                # Reassigned workers count as draining: they hold GPUs but do not serve this pool.
-                draining=_count(of.values(), Phase.DRAINING, Phase.REASSIGNED),
+                draining=_count(of.values(), Phase.DRAINING),
+                reassigned=_count(of.values(), Phase.REASSIGNED),
                 waiting=queues[pool].queued if pool in queues else state.waiting,
                 waiting_tokens=queues[pool].queued_tokens if pool in queues else 0,
                 arrived_tokens=int(self._uncached) if _takes_prompts(pool, phases) else 0,

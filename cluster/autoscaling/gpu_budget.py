@@ -11,7 +11,8 @@ class GrowthRequest:
     count: int  # number of workers that serve or have been requested
     desired: int
     gpus: int  # GPUs of one worker
-    draining: int = 0  # number of draining workers, which still hold their GPUs
+    # Number of draining and reassigned workers. They hold GPUs, but do not count in `count`.
+    not_serving: int = 0
 
 
 def grant(requests: Sequence[GrowthRequest], budget: int) -> list[int]:
@@ -26,7 +27,7 @@ def grant(requests: Sequence[GrowthRequest], budget: int) -> list[int]:
     """
     granted = [min(each.desired, each.count) for each in requests]
     held = sum(
-        each.gpus * (num + each.draining) for each, num in zip(requests, granted, strict=True)
+        each.gpus * (num + each.not_serving) for each, num in zip(requests, granted, strict=True)
     )
     left = max(budget - held, 0)
     while True:

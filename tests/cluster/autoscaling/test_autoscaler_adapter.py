@@ -167,13 +167,28 @@ def test_reassigned_worker_holds_its_gpus_and_is_not_replaced() -> None:
     }
     state = cluster_state({"prefill-0": NUMBERS, "decode-0": NUMBERS})
     prefill = AutoscalerInputs().pools(state, phases, 0.0)["prefill"]
-    assert (list(prefill.workers), prefill.pending, prefill.draining) == ([], 0, 1)
+    assert (list(prefill.workers), prefill.pending, prefill.count) == ([], 0, 0)
+    assert (prefill.draining, prefill.reassigned) == (0, 1)
     decisions = adapter.decide(state, phases, 0.0)
     sizes_by_pool = {
         each.pool: (each.desired, each.draining)
         for each in adapter.scaling(decisions, phases).pools
     }
     assert sizes_by_pool == {"prefill": (0, 0), "decode": (1, 0)}, "no room for another worker"
+
+
+def test_pool_shrinks_while_one_of_its_workers_is_reassigned() -> None:
+    shrinking = ScalingSpec(scale_down_seconds=10.0)
+    cluster = spec(shrinking, prefill=PoolSpec(1), decode=PoolSpec(4, 1, 4))
+    adapter = AutoscalerAdapter(
+        cluster, plan_placements(cluster, [Node("here", 8.0)]), [Node("here", 8.0)]
+    )
+    names = [f"decode-{number}" for number in range(4)]
+    phases = {"decode": {**dict.fromkeys(names, S), "decode-0": Phase.REASSIGNED}}
+    state = cluster_state(dict.fromkeys(names, NUMBERS))
+    (before,) = adapter.decide(state, phases, 0.0)
+    (decision,) = adapter.decide(state, phases, 10.0)
+    assert (before.desired, decision.desired) == (3, 2), decision.blocked_by
 
 
 def test_pool_limits_come_from_the_specification() -> None:

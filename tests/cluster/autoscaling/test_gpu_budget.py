@@ -18,8 +18,8 @@ def test_pool_that_needs_fewer_gpus_grows_where_another_does_not_fit() -> None:
     assert grant([GrowthRequest(0, 9, gpus=8), GrowthRequest(1, 3, gpus=1)], 5) == [0, 3]
 
 
-def test_draining_workers_still_hold_their_gpus() -> None:
-    assert grant([GrowthRequest(1, 3, gpus=2, draining=1)], 6) == [2]
+def test_workers_that_do_not_serve_still_hold_their_gpus() -> None:
+    assert grant([GrowthRequest(1, 3, gpus=2, not_serving=1)], 6) == [2]
 
 
 def test_pools_above_the_budget_keep_their_workers() -> None:
@@ -46,7 +46,7 @@ def test_growth_stays_within_the_budget_and_uses_what_fits(
     held = 0
     for each, num in zip(requests, granted, strict=True):
         assert min(each.count, each.desired) <= num <= each.desired
-        held += each.gpus * (num + each.draining)
+        held += each.gpus * (num + each.not_serving)
     if any(num > each.count for each, num in zip(requests, granted, strict=True) if each.gpus):
         assert held <= budget
     for each, num in zip(requests, granted, strict=True):
