@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from penstock.router.observability.request_metrics import Histogram, RequestMetrics
+from penstock.router.observability.request_metrics import RequestMetrics
 
 SAMPLE_SECONDS = 5.0
 NUM_SAMPLES = 180
@@ -55,7 +55,7 @@ class History:
         if seconds < SAMPLE_SECONDS:
             return
         before, self._counts, self._at = self._counts, self._read(), now
-        first, gaps = (
+        first, gaps, (num_tokens,) = (
             [new - old for new, old in zip(counts, known, strict=True)]
             for counts, known in zip(self._counts, before, strict=True)
         )
@@ -68,18 +68,19 @@ class History:
                 quantile(bounds[0], first, 0.95),
                 quantile(bounds[1], gaps, 0.5),
                 quantile(bounds[1], gaps, 0.95),
-                (sum(first) + sum(gaps)) / seconds,
+                num_tokens / seconds,
                 sum(first) / seconds,
             )
         )
 
-    def _read(self) -> tuple[list[int], list[int]]:
-        histograms: tuple[Histogram, Histogram] = (
-            self._metrics.first_token,
-            self._metrics.between_tokens,
+    def _read(self) -> tuple[list[int], list[int], list[int]]:
+        """Return the counts of both histograms, and the number of delivered tokens."""
+        metrics = self._metrics
+        return (
+            list(metrics.first_token.counts),
+            list(metrics.between_tokens.counts),
+            [metrics.num_delivered_tokens],
         )
-        first, gaps = (list(each.counts) for each in histograms)
-        return first, gaps
 
 
 def quantile(bounds: Sequence[float], counts: Sequence[int], fraction: float) -> float | None:

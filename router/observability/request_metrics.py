@@ -123,6 +123,7 @@ class RequestMetrics:
         # Seconds between the tokens of a choice, as one mean value per choice.
         self.per_token = Histogram(TOKEN_BOUNDS)
         self.between_tokens = Histogram(TOKEN_BOUNDS)
+        self.num_delivered_tokens = 0  # tokens of all choices of all requests
         self.request = Histogram(REQUEST_BOUNDS)
         self.queue = Histogram(REQUEST_BOUNDS)  # seconds from the arrival to the first submission
         # Seconds from the first submission to the first token.
@@ -188,7 +189,8 @@ class RequestMetrics:
                 one.num_preemptions += 1
 
     def first_token_delivered(self, request: int, now: float) -> None:
-        """Record the first token of a choice; ignore it if the request already has a token."""
+        """Record the first token of a choice, and its time if it is the request's first one."""
+        self.num_delivered_tokens += 1
         one = self._open_requests[request]
         if one.first_token_at is None:
             one.first_token_at = now
@@ -204,6 +206,7 @@ class RequestMetrics:
         """
         for last, number in counts.items():
             self.between_tokens.add(now - last, number)
+            self.num_delivered_tokens += number
 
     def ended(self, request: int, status: ev.Status, now: float) -> FinishedRequest | None:
         """Record the end of a request; return its summary, or None if the request is unknown."""

@@ -63,6 +63,20 @@ def test_sample_counts_what_happened_in_its_interval() -> None:
     assert history.samples[-1] == (2, None, None, None, None, 0.0, 0.0)
 
 
+def test_sample_counts_the_tokens_of_all_choices() -> None:
+    metrics = RequestMetrics({})
+    history = History(metrics, 100.0)
+    requests = OpenRequests(metrics, Explanations({}, "cost"))
+    requests.open(ev.Request(1, [7], SamplingParams(), num_choices=4), silent_output(4), 100.0)
+    for position, moment in enumerate((100.4, 100.5, 100.6)):
+        tokens = [NewToken(1, 1, choice, position, 5) for choice in range(4)]
+        requests.deliver(columns_of(tokens), moment)
+    history.update(100.0 + SAMPLE_SECONDS)
+    (sample,) = history.samples
+    assert sample.tokens_per_second == pytest.approx(4 * 3 / SAMPLE_SECONDS)
+    assert sample.requests_per_second == pytest.approx(1 / SAMPLE_SECONDS)
+
+
 def test_samples_are_bounded() -> None:
     history = History(RequestMetrics({}), 0.0)
     for number in range(NUM_SAMPLES + 5):
