@@ -77,8 +77,7 @@ class Frontend:
         self.is_draining = self.is_stopped = self.is_paused = False
         self.scaling = snapshot.Scaling()  # the supervisor's last report about scaling
         self.roles = RoleRecorder(lambda worker, role: self.post(ev.RoleChanged(worker, role)))
-        # State of all routers, as reported by the supervisor.
-        self.routers: Sequence[snapshot.RouterState] = ()
+        self.routers: Sequence[snapshot.RouterState] = ()  # as reported by the supervisor
         self.node = ""  # IP address of the router's node, or empty if unknown
         # Callback for a stuck worker; arguments: the worker's name, its address and the reason.
         self.on_stuck_worker: Callable[[str, str, str], None] = lambda worker, address, reason: None
@@ -192,6 +191,7 @@ class Frontend:
                 self._requests.open(request, output, now)
                 output.deliver_finished_before()
                 self.post(ev.RequestArrived(request))
+                self.metrics.accepted(request.id)  # unless the queue has refused it
                 await slices.pause()
         except BaseException:
             answers.close()

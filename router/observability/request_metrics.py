@@ -77,6 +77,7 @@ class _OpenRequest:
     request: ev.Request
     choices: Sequence[DeliveredTokens]
     arrived_at: float
+    is_accepted: bool = False  # whether the queue has accepted the request
     submitted_at: float | None = None  # time of the first submission to a worker, or None
     # Time at which the first token was delivered, or None.
     first_token_at: float | None = None
@@ -169,10 +170,23 @@ class RequestMetrics:
         self.malformed_requests += 1
 
     def opened(self, request: ev.Request, choices: Sequence[DeliveredTokens], now: float) -> None:
-        """Record that a request was accepted. `choices` will count its delivered tokens."""
+        """Record the arrival of a request, which the queue may still refuse.
+
+        `choices` will count the delivered tokens of the request.
+        """
         name = self._tenant_names.get(request.tenant, OTHER_TENANT)
         self._open_requests[request.id] = _OpenRequest(name, request, choices, now)
-        self.prompt_tokens_by_tenant[name] += len(request.prompt)
+
+    def accepted(self, request: int) -> None:
+        """Record that the queue has accepted a request; ignore a request that has ended."""
+        one = self._open_requests.get(request)
+        if one is not None:
+            self._accept(one)
+
+    def _accept(self, one: _OpenRequest) -> None:
+        if not one.is_accepted:
+            one.is_accepted = True
+            self.prompt_tokens_by_tenant[one.tenant_name] += len(one.request.prompt)
 
     def submitted(self, command: ev.Submit, now: float) -> None:
         """Record that a request is submitted to a worker."""
@@ -209,16 +223,21 @@ class RequestMetrics:
             self.num_delivered_tokens += number
 
     def ended(self, request: int, status: ev.Status, now: float) -> FinishedRequest | None:
-        """Record the end of a request; return its summary, or None if the request is unknown."""
+        """Record the end of a request; return its summary, or None if the request is unknown.
+
+        A request that the queue has refused does not count as a finished request.
+        """
         one = self._open_requests.pop(request, None)
         self._transfers.pop(request, None)
         if one is None:
             return None
         num_tokens, reason = one.num_tokens, REASONS.get(status) or one.reason
         self._generated_by_tenant[one.tenant_name] += num_tokens
-        self.finished[reason] += 1
-        self.preemptions.add(one.num_preemptions)
+        if one.is_accepted or status is not ev.Status.OVERLOADED:
+            self.finished[reason] += 1
+            self.preemptions.add(one.num_preemptions)
         if status is ev.Status.OK:
+            self._accept(one)  # a resumed answer without further tokens ends when it arrives
             self._on_success(one, num_tokens, now)
         times = (one.submitted_at, one.first_token_at)
         queued, first = (None if at is None else at - one.arrived_at for at in times)

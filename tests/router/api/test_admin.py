@@ -277,6 +277,35 @@ async def test_pool_without_workers_is_shown_with_its_queue(config: RouterConfig
             assert (await sending).status_code == 200
 
 
+async def test_requests_that_the_queue_refuses_are_not_counted(config: RouterConfig) -> None:
+    keys = user_keys("first-key", "second-key")
+    waking = replace(config, wakes_workers=True, max_queued_requests=2, api_keys=keys)
+    async with (
+        serving(waking) as served,
+        client_of(served, "first-key") as first,
+        client_of(served, "second-key") as second,
+    ):
+        frontend = served.router.frontend
+        frontend.scaling = SCALING
+        queued = [asyncio.create_task(first.post("/v1/completions", json=BODY)) for _ in range(2)]
+        await until(lambda: frontend.take_snapshot().waiting == 2)
+        for _ in range(3):
+            assert (await first.post("/v1/completions", json=BODY)).status_code == 429
+        state = frontend.take_snapshot()
+        assert state.finished["overloaded"] == 0
+        tokens = state.prompt_tokens
+        assert tokens == state.prompt_tokens_by_tenant["key-1"] == state.waiting_tokens > 0
+        other = asyncio.create_task(second.post("/v1/completions", json=BODY))
+        await until(lambda: any(each.done() for each in queued))
+        state = frontend.take_snapshot()
+        assert state.finished["overloaded"] == 1, "it had been queued before another replaced it"
+        assert state.prompt_tokens_by_tenant == {"key-1": tokens, "key-2": tokens / 2, "other": 0}
+        async with StubWorker() as worker:
+            await served.router.set_workers({worker.name: worker.address})
+            replies = await asyncio.gather(*queued, other)
+        assert sorted(each.status_code for each in replies) == [200, 200, 429]
+
+
 async def test_tenant_label_is_the_name_of_its_key_and_never_the_key(
     config: RouterConfig,
 ) -> None:

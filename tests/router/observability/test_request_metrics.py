@@ -93,6 +93,7 @@ def test_request_time_is_split_into_queue_prefill_and_decode() -> None:
     requests = requests_of(metrics)
     request = replace(request_of(1, "t1", num_prompt=9), num_choices=2, max_tokens=50)
     requests.open(request, silent_output(2), 10.0)
+    metrics.accepted(1)
     for moment in (12.0, 13.0):  # first submission: to a prefill worker; second: to a decode worker
         metrics.submitted(ev.Submit("w", request, 1, [], [], None, 1), moment)
     for position, moment in enumerate((15.0, 19.0)):
@@ -111,11 +112,36 @@ def test_request_that_never_ran_has_only_a_total_time() -> None:
     metrics = RequestMetrics(NAMES)
     requests = requests_of(metrics)
     requests.open(request_of(1, "who"), silent_output(2), 0.0)
+    metrics.accepted(1)
     ended = metrics.ended(1, ev.Status.OVERLOADED, 1.0)
     assert ended is not None
     assert (ended.tenant, ended.reason, ended.seconds) == (OTHER_TENANT, "overloaded", 1.0)
     assert (ended.queued, ended.first_token) == (None, None)
     assert sum(metrics.queue.counts) == sum(metrics.answer_lengths.counts) == 0
+
+
+def test_request_that_the_queue_refuses_is_not_counted() -> None:
+    metrics = RequestMetrics(NAMES)
+    requests = requests_of(metrics)
+    for number in (1, 2):
+        requests.open(request_of(number, "t1", num_prompt=4), silent_output(), 0.0)
+    assert metrics.prompt_tokens == 0
+    ended = metrics.ended(1, ev.Status.OVERLOADED, 0.0)
+    metrics.accepted(1)
+    assert ended is not None, "its end is still logged and explained"
+    assert (ended.reason, metrics.prompt_tokens) == ("overloaded", 0)
+    assert sum(metrics.finished.values()) == sum(metrics.preemptions.counts) == 0
+    metrics.accepted(2)
+    metrics.ended(2, ev.Status.OVERLOADED, 1.0)
+    assert (metrics.prompt_tokens_by_tenant["key-1"], metrics.finished["overloaded"]) == (4, 1)
+
+
+def test_resumed_answer_that_ends_on_arrival_counts_its_prompt_once() -> None:
+    metrics = RequestMetrics(NAMES)
+    requests_of(metrics).open(request_of(1, "t1", num_prompt=4), silent_output(), 0.0)
+    metrics.ended(1, ev.Status.OK, 0.0)
+    metrics.accepted(1)
+    assert (metrics.prompt_tokens, sum(metrics.finished.values())) == (4, 1)
 
 
 def test_choices_are_timed_separately_but_first_token_per_request() -> None:
@@ -155,6 +181,7 @@ def test_failed_request_has_a_reason_and_no_duration() -> None:
     failures = [status for status in ev.Status if status is not ev.Status.OK]
     for number, status in enumerate(failures):
         requests.open(request_of(number, "t1"), silent_output(2), 0.0)
+        metrics.accepted(number)
         metrics.ended(number, status, 1.0)
     reasons = {reason for reason, n in metrics.finished.items() if n}
     assert len(reasons) == len(failures)
@@ -197,6 +224,7 @@ def test_totals_agree_with_the_events(events: list[tuple[str, int, object]]) -> 
             live[request] = str(detail)
             num_delivered[request] = 0
             requests.open(request_of(request, str(detail)), silent_output(2), float(now))
+            metrics.accepted(request)
         elif kind == "token":
             assert isinstance(detail, int)
             new = plain(request, num_delivered.get(request, 0), detail)
