@@ -149,6 +149,19 @@ async def test_metrics_under_the_names_of_vllm(config: RouterConfig) -> None:
         assert vllm_value(f"request_{name}_seconds_count") == 1, name
 
 
+async def test_names_of_vllm_are_the_same_in_both_formats(config: RouterConfig) -> None:
+    worker = StubWorker()
+    worker.welcome.step_token_bounds.extend([1, 16])
+    config = replace(config, vllm_metrics=True)
+    async with serving(config, worker) as served, client_of(served) as http:
+        plain = await scrape(http)
+        accept = {"accept": "application/openmetrics-text;version=1.0.0"}
+        text = (await http.get("/metrics", headers=accept)).text
+    families = openmetrics_families(text)  # type: ignore[no-untyped-call]
+    assert names(values_of(families)) == names(plain)
+    assert "vllm:num_requests_running" in names(plain)
+
+
 async def test_load_metrics_of_a_lost_worker_are_removed(config: RouterConfig) -> None:
     worker = StubWorker()
     async with serving(config, worker) as served, client_of(served) as http:
