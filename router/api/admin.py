@@ -1,8 +1,9 @@
 """The operators' HTTP port: state, metrics, roles, drain, and explanations of requests."""
 
 import json
-from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields
+from itertools import chain
 
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, Metric, generate_latest
 from prometheus_client.openmetrics import exposition as openmetrics
@@ -12,9 +13,11 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from penstock.router.api import explain
 from penstock.router.api.auth import OPERATORS, READERS, ApiKeys
+from penstock.router.api.generation.sending import FragmentResponse
 from penstock.router.api.http import (
     AuthMiddleware,
     Json,
@@ -29,7 +32,9 @@ from penstock.router.frontend import Frontend
 from penstock.router.observability.event_log import log_drain
 from penstock.router.observability.prometheus import all_metrics
 from penstock.router.observability.prometheus_vllm import vllm_metrics
-from penstock.router.observability.snapshot import ClusterState, WorkerStats
+from penstock.router.observability.snapshot import ClusterState, WorkerState, WorkerStats
+from penstock.router.observability.step_records import StepColumns
+from penstock.router.requests.json_text import dumps
 from penstock.router.requests.slices import Slices
 from penstock.router.routing import events as ev
 
@@ -57,6 +62,27 @@ class OneMetric(Collector):
 
     def collect(self) -> Iterable[Metric]:
         return (self._metric,)
+
+
+PIECE_BYTES = 64 << 10
+"""Size of the pieces of a large response."""
+
+
+class LargeResponse(Response):
+    """A response whose body is sent in pieces. Other callbacks run between the pieces."""
+
+    def __init__(self, body: bytearray, content_type: str) -> None:
+        super().__init__(headers={"content-type": content_type, "content-length": str(len(body))})
+        self._large_body = body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body, slices = self._large_body, Slices()
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        for start in range(0, len(body), PIECE_BYTES):
+            piece = bytes(body[start : start + PIECE_BYTES])
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await slices.pause()
+        await send({"type": "http.response.body", "body": b""})
 
 
 END_OF_OPENMETRICS = b"# EOF\n"
@@ -113,31 +139,38 @@ class AdminApi:
         encode: Callable[[Collector], bytes] = openmetrics_text if accepts else generate_latest
         content_type = openmetrics.CONTENT_TYPE_LATEST if accepts else CONTENT_TYPE_PLAIN_0_0_4
         slices = Slices()
-        texts: list[bytes] = []
-        for metric in self._collect():
-            texts.append(encode(OneMetric(metric)).removesuffix(END_OF_OPENMETRICS))
+        body = bytearray()
+        name = ""
+        state = self._frontend.take_snapshot()
+        await slices.pause()
+        for fragment in self._collect(state):
+            text = encode(OneMetric(fragment)).removesuffix(END_OF_OPENMETRICS)
+            body += _without_header(text) if fragment.name == name else text
+            name = fragment.name
             await slices.pause()
         if accepts:
-            texts.append(END_OF_OPENMETRICS)
-        return Response(b"".join(texts), headers={"content-type": content_type})
+            body += END_OF_OPENMETRICS
+        return LargeResponse(body, content_type)
 
-    def _collect(self) -> list[Metric]:
-        """Make all metrics of the present state; workers that were removed have none."""
-        frontend = self._frontend
-        state, tally = frontend.take_snapshot(), frontend.metrics
-        metrics = list(all_metrics(state, tally))
-        if frontend.config.vllm_metrics:
-            metrics += vllm_metrics(frontend.config.name, state, tally)
-        return metrics
+    def _collect(self, state: ClusterState) -> Iterator[Metric]:
+        """Return the fragments of all metrics; workers that were removed have no metrics."""
+        config, totals = self._frontend.config, self._frontend.metrics
+        metrics = all_metrics(state, totals)
+        if not config.vllm_metrics:
+            return metrics
+        return chain(metrics, vllm_metrics(config.name, state, totals))
 
     async def status(self, request: Request) -> Response:
         """Return the state of the cluster as JSON."""
-        return json_response(status_json(self._frontend.take_snapshot()))
+        slices = Slices()
+        state = self._frontend.take_snapshot()
+        await slices.pause()
+        return FragmentResponse(_status_fragments(state))
 
     async def steps(self, request: Request) -> Response:
         """Return columns of numbers about the latest steps of each worker, by worker name."""
         found = await self._frontend.step_records()
-        return json_response({worker: asdict(steps) for worker, steps in found.items()})
+        return FragmentResponse(_steps_fragments(found))
 
     async def role(self, request: Request) -> Response:
         """Assign a role to a worker; decoding requests move away if the new role is prefill.
@@ -169,15 +202,50 @@ class AdminApi:
         )
 
 
-def status_json(state: ClusterState) -> Json:
-    """Convert the state of the cluster to JSON.
+def _without_header(text: bytes) -> bytes:
+    """Return the text of a fragment of a metric without the comment lines at its beginning."""
+    while text.startswith(b"#"):
+        text = text.partition(b"\n")[2]
+    return text
+
+
+def _status_fragments(state: ClusterState) -> Iterator[str]:
+    """Yield the state of the cluster as JSON, with one worker per fragment.
 
     Keys are the field names, except in the statistics of workers.
     """
-    status = asdict(state)
-    for worker, entry in zip(state.workers, status["workers"], strict=True):
-        entry["numbers"] = None if worker.numbers is None else _worker_stats_json(worker.numbers)
-    return status
+    for number, field in enumerate(fields(state)):
+        yield f"{',' if number else '{'}{dumps(field.name)}:"
+        if field.name == "workers":
+            yield from _joined("[", (dumps(_worker_json(each)) for each in state.workers), "]")
+        else:
+            yield dumps(getattr(state, field.name))
+    yield "}"
+
+
+def _steps_fragments(found: Mapping[str, StepColumns]) -> Iterator[str]:
+    """Yield the step records of workers as JSON, with one worker per fragment."""
+    records = (f"{dumps(worker)}:{dumps(steps)}" for worker, steps in found.items())
+    return _joined("{", records, "}")
+
+
+def _joined(start: str, fragments: Iterable[str], end: str) -> Iterator[str]:
+    """Yield fragments with commas between them."""
+    yield start
+    for number, fragment in enumerate(fragments):
+        yield f",{fragment}" if number else fragment
+    yield end
+
+
+def _worker_json(worker: WorkerState) -> Json:
+    return {
+        "worker": worker.worker,
+        "role": worker.role,
+        "state": worker.state,
+        "requests": worker.requests,
+        "numbers": None if worker.numbers is None else _worker_stats_json(worker.numbers),
+        "indexed_blocks": worker.indexed_blocks,
+    }
 
 
 def _worker_stats_json(stats: WorkerStats) -> Json:
@@ -195,7 +263,7 @@ def _worker_stats_json(stats: WorkerStats) -> Json:
         "preemptions": load.preemptions,
         "prompt_seconds": load.prompt_seconds,
         "step_seconds": load.last_step_seconds,
-        "steps": asdict(stats.steps),
+        "steps": stats.steps,
         "expert_imbalance": load.expert_imbalance,
     }
 

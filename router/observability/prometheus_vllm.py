@@ -6,6 +6,7 @@ not have (speculation, adapters, swapping) are left out.
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 from prometheus_client.core import Metric
 
@@ -20,17 +21,20 @@ INTER_TOKEN_NAMES = ("inter_token_latency_seconds", "time_per_output_token_secon
 
 
 def vllm_metrics(router: str, state: ClusterState, metrics: RequestMetrics) -> Iterator[Metric]:
-    """Yield all metrics under vLLM's names; `router` is the name of this router."""
+    """Return all metrics under vLLM's names, in fragments as in `prometheus.all_metrics`.
+
+    `router` is the name of this router.
+    """
     reported = [(each.worker, each.numbers) for each in state.workers if each.numbers is not None]
-    yield from _worker_metrics(router, state, reported)
-    yield from _router_metrics((state.model, router), state, metrics)
+    own = list(_router_metrics((state.model, router), state, metrics))
+    return chain(own, _worker_metrics(router, state, reported))
 
 
 def _worker_metrics(
     router: str, state: ClusterState, stats: Sequence[tuple[str, WorkerStats]]
 ) -> Iterator[Metric]:
     named = [((state.model, worker), numbers) for worker, numbers in stats]
-    yield gauge(
+    yield from gauge(
         "vllm:num_requests_running",
         "Number of running sequences, without those that wait for a KV transfer.",
         LABELS,
@@ -38,13 +42,13 @@ def _worker_metrics(
     )
     yield from _waiting_metrics(router, state, named)
     for name in KV_NAMES:
-        yield gauge(
+        yield from gauge(
             f"vllm:{name}",
             "Share of KV blocks in use, from 0 to 1.",
             LABELS,
             ((labels, each.load.kv_usage) for labels, each in named),
         )
-    yield gauge(
+    yield from gauge(
         "vllm:cache_config_info",
         "Always 1; the labels are the sizes of the KV cache.",
         (*LABELS, "block_size", "num_gpu_blocks"),
@@ -57,8 +61,8 @@ def _worker_metrics(
     )
     for name, values in counters:
         samples = zip((labels for labels, _ in named), values, strict=True)
-        yield counter(f"vllm:{name}", "Same as Penstock's own, by worker.", LABELS, samples)
-    yield histogram(
+        yield from counter(f"vllm:{name}", "Same as Penstock's own, by worker.", LABELS, samples)
+    yield from histogram(
         "vllm:iteration_tokens_total",
         "Tokens per engine step: computed prompt tokens and generated tokens.",
         LABELS,
@@ -75,13 +79,13 @@ def _waiting_metrics(
         (own, state.waiting - state.held_back, state.held_back),
         *((labels, each.load.queued, each.load.deferred) for labels, each in named),
     ]
-    yield gauge(
+    yield from gauge(
         "vllm:num_requests_waiting",
         "Number of requests that wait at the worker or the router.",
         LABELS,
         ((labels, capacity + deferred) for labels, capacity, deferred in waiting),
     )
-    yield gauge(
+    yield from gauge(
         "vllm:num_requests_waiting_by_reason",
         "Number of requests that wait for room (capacity) or for something else (deferred).",
         (*LABELS, "reason"),
@@ -96,10 +100,12 @@ def _waiting_metrics(
 def _router_metrics(
     labels: Sequence[str], state: ClusterState, metrics: RequestMetrics
 ) -> Iterator[Metric]:
-    yield counter("vllm:prompt_tokens", "Prompt tokens.", LABELS, [(labels, state.prompt_tokens)])
+    yield from counter(
+        "vllm:prompt_tokens", "Prompt tokens.", LABELS, [(labels, state.prompt_tokens)]
+    )
     generated = sum(state.generated.values())
-    yield counter("vllm:generation_tokens", "Generated tokens.", LABELS, [(labels, generated)])
-    yield counter(
+    yield from counter("vllm:generation_tokens", "Generated tokens.", LABELS, [(labels, generated)])
+    yield from counter(
         "vllm:request_success",
         "Total of finished requests by reason.",
         (*LABELS, "finished_reason"),
@@ -122,4 +128,4 @@ def _router_metrics(
     )
     for name, each in histograms:
         distribution = (each.bounds, each.counts, each.total)
-        yield histogram(f"vllm:{name}", "Same as in vLLM.", LABELS, [(labels, distribution)])
+        yield from histogram(f"vllm:{name}", "Same as in vLLM.", LABELS, [(labels, distribution)])
