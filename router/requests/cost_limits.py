@@ -6,6 +6,9 @@ The cost of a call is the number of entries in its answer:
 
 `best_of` and the number of beams count as `n`. Prompt tokens that are returned with
 `prompt_logprobs` count as echoed, with `prompt_logprobs` as their number of logprobs.
+
+Each prompt is sent to a worker with the lists of its sampling parameters. A second bound therefore
+limits the number of prompts x the number of entries in `TOKEN_LISTS`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,6 +19,15 @@ from penstock.common.sampling_params import SamplingParams
 from penstock.router.config import RequestBounds
 from penstock.router.errors import CONTEXT_LENGTH_EXCEEDED, invalid
 from penstock.router.requests.request import GenerationRequest, ModelLimits, check_sampling
+
+MAX_LIST_ENTRIES = 1 << 20
+"""Maximum number of list entries that one call may send to workers.
+
+Checking, sending and reading as many allowed tokens takes about 0.1 s of CPU time in all.
+"""
+
+TOKEN_LISTS = ("allowed_token_ids", "logit_bias", "stop_token_ids", "bad_words")
+"""Request fields with lists that are sent with each prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +135,7 @@ def check_least_cost(
     lack the bad words.
     """
     check_sampling(sampling, model, bounds)
+    _check_list_entries(sampling, num_prompts)
     least = request_cost(_without_prompt(sampling), max(sampling.max_tokens or 1, 1))
     _check(num_prompts * least, sampling, num_prompts, bounds)
 
@@ -130,7 +143,11 @@ def check_least_cost(
 def check_cost(
     requests: Sequence[GenerationRequest], params: Sequence[SamplingParams], bounds: RequestBounds
 ) -> None:
-    """Refuse a call that is too expensive. `params` are the resolved parameters of each request."""
+    """Refuse a call that is too expensive. `params` are the resolved parameters of each request.
+
+    The sampling parameters of all requests of a call have the same lists.
+    """
+    _check_list_entries(requests[0].sampling, len(requests))
     pairs = zip(requests, params, strict=True)
     total = sum(request_cost(request, one.max_tokens or 0) for request, one in pairs)
     _check(total, requests[0].sampling, len(requests), bounds)
@@ -149,6 +166,26 @@ def _check(cost: int, sampling: SamplingParams, num_prompts: int, bounds: Reques
         f"the call costs {number_text(cost)}; at most {bounds.max_request_cost} is allowed (the "
         "cost counts the tokens of all answers, echoed prompt tokens and log probabilities): "
         f"{action}",
+        name,
+    )
+
+
+def _check_list_entries(sampling: SamplingParams, num_prompts: int) -> None:
+    """Refuse several prompts with lists that have too many entries in all."""
+    sizes = (
+        len(sampling.allowed_token_ids or ()),
+        len(sampling.logit_bias),
+        len(sampling.stop_token_ids),
+        sum(map(len, sampling.bad_words_token_ids)),
+    )
+    total = num_prompts * sum(sizes)
+    if num_prompts == 1 or total <= MAX_LIST_ENTRIES:
+        return
+    name = TOKEN_LISTS[sizes.index(max(sizes))]
+    raise invalid(
+        f"the lists of the call have {total} entries; at most {MAX_LIST_ENTRIES} are allowed (the "
+        f"entries of {', '.join(TOKEN_LISTS[:-1])} and {TOKEN_LISTS[-1]} count once for each of "
+        f"the {num_prompts} prompts): send fewer prompts or shorten {name}",
         name,
     )
 

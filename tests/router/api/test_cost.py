@@ -57,6 +57,13 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
         "prompt_logprobs",
         "costs",
     ),
+    "lists of many prompts": (
+        COMPLETIONS,
+        {"prompt": [[5]] * 1024, "max_tokens": 1, "allowed_token_ids": [5] * 400}
+        | {"logit_bias": {str(i): 1 for i in range(400)}, "stop_token_ids": [5] * 256},
+        "allowed_token_ids",
+        f"have {1024 * 1056} entries; at most 1048576 are allowed",
+    ),
     "many prompts": (COMPLETIONS, {"prompt": ["a"] * 300_000}, "prompt", "not 300000"),
     "long list of token ids": (COMPLETIONS, {"prompt": [5] * 1_000_000}, "prompt", "1000000"),
     "long text": (COMPLETIONS, {"prompt": " " * 1_000_000}, "prompt", "1000000 characters"),

@@ -8,6 +8,7 @@ from penstock.common.sampling_params import SamplingParams
 from penstock.router.config import RequestBounds
 from penstock.router.errors import ServingError
 from penstock.router.requests.cost_limits import (
+    MAX_LIST_ENTRIES,
     CallSizes,
     check_cost,
     check_least_cost,
@@ -92,6 +93,41 @@ def test_default_of_max_tokens_is_what_the_call_can_afford() -> None:
     assert default_max_tokens(request_of(2000, copies=1), 1, bounds) == 1
     given = replace(request_of(10), default_max_tokens=16)
     assert default_max_tokens(given, 1, bounds) == 16
+
+
+LISTS: dict[str, tuple[dict[str, object], int]] = {
+    "allowed_token_ids": ({"allowed_token_ids": (5,) * 4096}, 256),
+    "logit_bias": (
+        {"logit_bias": dict.fromkeys(range(40), 1.0), "stop_token_ids": (1,) * 24},
+        1 << 14,
+    ),
+    "stop_token_ids": ({"stop_token_ids": (1,) * 256}, 4096),
+    "bad_words": ({"bad_words_token_ids": ((1,) * 32,) * 128}, 256),
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_lists_are_counted_once_for_each_prompt(name: str) -> None:
+    lists, num_prompts = LISTS[name]
+    model = replace(MODEL, vocab_size=4096)
+    params = SamplingParams(max_tokens=1, **lists)  # type: ignore[arg-type]
+    one = GenerationRequest([5], params)
+    check_least_cost(params, num_prompts, model, BOUNDS)
+    check_cost([one] * num_prompts, [params] * num_prompts, BOUNDS)
+    total = MAX_LIST_ENTRIES // num_prompts * (num_prompts + 1)
+    words = f"have {total} entries; at most 1048576 are.*: send fewer prompts or shorten {name}$"
+    more = [one] * (num_prompts + 1)
+    with pytest.raises(ServingError, match=words) as refusal:
+        check_cost(more, [params] * len(more), BOUNDS)
+    assert refusal.value.param == name
+    with pytest.raises(ServingError, match=words):
+        check_least_cost(params, len(more), model, BOUNDS)
+
+
+def test_one_prompt_may_allow_all_tokens_of_any_vocabulary() -> None:
+    params = SamplingParams(allowed_token_ids=(5,) * (MAX_LIST_ENTRIES + 1), max_tokens=1)
+    model = replace(MODEL, vocab_size=MAX_LIST_ENTRIES + 1)
+    check_least_cost(params, 1, model, BOUNDS)
 
 
 LIMITS = {
