@@ -6,7 +6,7 @@ a message must validate them.
 
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from penstock.common.sampling_params import SamplingParams
@@ -20,6 +20,9 @@ PROTOCOL = 2
 
 TOKEN_BYTES = 4
 """Size of a token id in `ChoiceLog.tokens`."""
+
+TOKENS_PER_PIECE = 16 << 10
+"""Number of allowed token ids that are encoded without a pause."""
 
 EARLY_STOPPING: dict[bool | str, pb.EarlyStopping] = {
     False: pb.EARLY_STOPPING_FALSE,
@@ -56,8 +59,34 @@ def _as_little_endian(words: "array[int]") -> "array[int]":
     return words
 
 
-def encode_sampling_params(params: SamplingParams) -> pb.SamplingParams:
-    """Encode sampling parameters, which `SamplingParams.for_worker` has returned, as a message."""
+def encoded_lists(params: SamplingParams) -> Iterator[bytes]:
+    """Yield the pieces of `SamplingParams.encoded_lists`; each piece takes less than 1 ms.
+
+    The concatenation of the pieces is a serialized `SamplingParams` message with only the lists.
+    """
+    yield pb.SamplingParams(
+        stop_tokens=params.stop_token_ids,
+        logit_bias=params.logit_bias,
+        bad_words=[pb.BadWord(tokens=word) for word in params.bad_words_token_ids],
+    ).SerializeToString()
+    allowed = params.allowed_token_ids or ()
+    for start in range(0, len(allowed), TOKENS_PER_PIECE):
+        piece = allowed[start : start + TOKENS_PER_PIECE]
+        yield pb.SamplingParams(allowed_tokens=piece).SerializeToString()
+
+
+def encode_sampling_params(params: SamplingParams, message: pb.SamplingParams) -> None:
+    """Encode sampling parameters, which `SamplingParams.for_worker` has returned.
+
+    `message` is an empty message, which gets the values.
+    """
+    message.MergeFrom(_encoded_values(params))
+    lists = params.encoded_lists
+    message.MergeFromString(b"".join(encoded_lists(params)) if lists is None else lists)
+
+
+def _encoded_values(params: SamplingParams) -> pb.SamplingParams:
+    """Return a message with all parameters except the lists."""
     beams = None
     if params.use_beam_search:
         beams = pb.BeamSearch(
@@ -77,14 +106,10 @@ def encode_sampling_params(params: SamplingParams) -> pb.SamplingParams:
         seed=params.seed or 0,
         max_tokens=params.max_tokens,
         min_tokens=params.min_tokens,
-        stop_tokens=params.stop_token_ids,
         ignore_eos=params.ignore_eos,
         logprobs=params.logprobs,
         n=params.n,
-        logit_bias=params.logit_bias,
         typical_p=params.typical_p,
-        bad_words=[pb.BadWord(tokens=word) for word in params.bad_words_token_ids],
-        allowed_tokens=params.allowed_token_ids,
         prompt_logprobs=params.prompt_logprobs,
         beams=beams,
         structured_outputs=(

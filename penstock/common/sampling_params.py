@@ -110,6 +110,7 @@ class SamplingParams:
         early_stopping: when a beam search ends, as in transformers: False, True or "never".
         structured_outputs: form that every answer must have, or None for any form.
         thinking_budget: limit of the tokens of reasoning, or None for no limit.
+        encoded_lists: the lists in the form that is sent to workers, or None if not encoded yet.
     """
 
     n: int = 1
@@ -140,6 +141,7 @@ class SamplingParams:
     early_stopping: bool | str = False
     structured_outputs: StructuredOutputs | None = None
     thinking_budget: ThinkingBudget | None = None
+    encoded_lists: bytes | None = field(default=None, compare=False, repr=False)
 
     @property
     def num_sequences(self) -> int:
@@ -185,8 +187,7 @@ class SamplingParams:
             raise _wrong("min_tokens", f"must be at least 0, not {number_text(self.min_tokens)}")
         if self.max_tokens is not None:
             _check_count("min_tokens", self.min_tokens, 0, self.max_tokens)
-        if self.stop:
-            _check_stop_strings(self, limits)
+        _check_stop_strings(self, limits)
         if self.structured_outputs is not None:
             _check_structured_outputs(self, self.structured_outputs)
         if self.thinking_budget is not None:
@@ -311,11 +312,10 @@ def _check_ranges(params: SamplingParams, limits: SamplingLimits) -> None:
 
 
 def _check_token_lists(params: SamplingParams, limits: SamplingLimits, vocab_size: int) -> None:
-    lists: Sequence[tuple[str, Collection[int], int]] = (
+    for name, tokens, most in (
         ("stop_token_ids", params.stop_token_ids, limits.max_stop_tokens),
         ("logit_bias", params.logit_bias, limits.max_logit_bias),
-    )
-    for name, tokens, most in lists:
+    ):
         _check_size(name, len(tokens), most, "entries")
         check_token_ids(name, tokens, vocab_size)
     for token, value in params.logit_bias.items():

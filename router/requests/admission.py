@@ -2,10 +2,12 @@
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from penstock.common.sampling_params import SamplingParams
 from penstock.common.text.detokenizer import IncrementalDetokenizer
 from penstock.common.text.tokenizer import ModelTokenizer
+from penstock.protos.worker_codec import encoded_lists
 from penstock.router.config import RequestBounds, RouterConfig
 from penstock.router.requests.best_of import BestOfRanker
 from penstock.router.requests.cost_limits import (
@@ -93,11 +95,14 @@ class RequestAdmission:
         check_sizes(CallSizes(prompts=len(requests)), bounds)
         slices = Slices()
         params: list[SamplingParams] = []
+        shared: SamplingParams | None = None  # the last validated parameters
         for each in requests:
-            params.append(_resolve(each, len(requests), model, bounds))
+            is_valid, shared = each.sampling is shared, each.sampling
+            params.append(_resolve(each, len(requests), model, bounds, is_valid))
             await slices.pause()
         check_cost(requests, params, bounds)
         await self._checker.check(requests)
+        params = await _with_encoded_lists(requests, params, slices)
         return [
             await self._admit(generation, one, index, stream, model, now, slices)
             for index, (generation, one) in enumerate(zip(requests, params, strict=True))
@@ -165,12 +170,42 @@ class RequestAdmission:
         return min(self._config.timeout, request.timeout)
 
 
+async def _with_encoded_lists(
+    requests: Sequence[GenerationRequest], params: Sequence[SamplingParams], slices: Slices
+) -> list[SamplingParams]:
+    """Return the resolved parameters of each request with encoded lists.
+
+    The requests of a call usually share their sampling parameters, so that the lists are encoded
+    once. Encoding 128,000 allowed tokens takes 5 ms.
+    """
+    encoded: list[SamplingParams] = []
+    shared: SamplingParams | None = None
+    lists = b""
+    for request, one in zip(requests, params, strict=True):
+        if request.sampling is not shared:
+            shared, pieces = request.sampling, []
+            for piece in encoded_lists(shared):
+                pieces.append(piece)
+                await slices.pause()
+            lists = b"".join(pieces)
+        encoded.append(replace(one, encoded_lists=lists))
+        await slices.pause()
+    return encoded
+
+
 def _resolve(
-    request: GenerationRequest, num_requests: int, model: ModelLimits, bounds: RequestBounds
+    request: GenerationRequest,
+    num_requests: int,
+    model: ModelLimits,
+    bounds: RequestBounds,
+    is_valid: bool,
 ) -> SamplingParams:
-    """Check the prompt and the sampling parameters of a request; fill in defaults."""
+    """Check the prompt and the sampling parameters of a request; fill in defaults.
+
+    `is_valid` is True if the sampling parameters have already been validated.
+    """
     check_prompt(request.prompt, model)
     check_priority(request.priority)
     check_cache_salt(request)
     default = default_max_tokens(request, num_requests, bounds)
-    return resolve_sampling(request, model, bounds, default)
+    return resolve_sampling(request, model, bounds, default, is_valid)

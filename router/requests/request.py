@@ -148,9 +148,14 @@ def resolve_sampling(
     model: ModelLimits,
     bounds: RequestBounds,
     default_max_tokens: int | None = None,
+    is_valid: bool = False,
 ) -> SamplingParams:
-    """Return validated sampling parameters with defaults filled in; raise INVALID on failure."""
-    check_sampling(request.sampling, model, bounds)
+    """Return validated sampling parameters with defaults filled in; raise INVALID on failure.
+
+    `is_valid` is True if the sampling parameters have already been validated.
+    """
+    if not is_valid:
+        check_sampling(request.sampling, model, bounds)
     try:
         return request.sampling.resolve(
             len(request.prompt),

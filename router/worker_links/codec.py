@@ -178,7 +178,6 @@ def encode_submit(command: ev.Submit) -> pb.ToWorker:
             "request": request.id,
             "attempt": command.attempt,
             "prompt": request.prompt,
-            "params": encode_sampling_params(request.params),
             "yield_after": command.yield_after,
             "salt": request.salt,
             "request_id": request.external_id,
@@ -186,6 +185,7 @@ def encode_submit(command: ev.Submit) -> pb.ToWorker:
         }
     )
     submit = message.submit
+    encode_sampling_params(request.params, submit.params)
     for choice, (tokens, finished) in enumerate(zip(command.log, command.finished, strict=True)):
         if tokens or finished:
             submit.log.add(choice=choice, tokens=pack_tokens(tokens), finished=finished)

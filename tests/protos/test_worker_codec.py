@@ -25,6 +25,7 @@ from penstock.protos.worker_codec import (
     decode_worker_load,
     encode_sampling_params,
     encode_worker_load,
+    encoded_lists,
     pack_tokens,
     unpack_tokens,
 )
@@ -116,12 +117,28 @@ def leaves_a_token(params: SamplingParams) -> bool:
 @given((SAMPLED | CONSTRAINED | BEAM_SEARCHES).filter(leaves_a_token))
 def test_worker_decodes_what_the_router_resolved(params: SamplingParams) -> None:
     sent = params.resolve(10, 100, LIMITS, seed=3).for_worker()
-    message = encode_sampling_params(sent)
+    message = pb.SamplingParams()
+    encode_sampling_params(sent, message)
     received = decode_sampling_params(pb.SamplingParams.FromString(message.SerializeToString()))
     assert received == replace(
         sent, stop=(), include_stop_str_in_output=False, skip_special_tokens=True
     )
     received.validate(LIMITS, VOCAB_SIZE)
+
+
+def test_lists_can_be_encoded_once_for_several_messages() -> None:
+    params = SamplingParams(
+        allowed_token_ids=tuple(range(40_000)),
+        stop_token_ids=(7, 8),
+        logit_bias={3: 1.5, 4: -2.0},
+        bad_words_token_ids=((5, 6), (9,)),
+        max_tokens=3,
+    )
+    pieces = list(encoded_lists(params))
+    assert len(pieces) == 4  # the allowed tokens are encoded in pieces of 16,384
+    message = pb.SamplingParams()
+    encode_sampling_params(replace(params, encoded_lists=b"".join(pieces)), message)
+    assert replace(decode_sampling_params(message), seed=None) == params
 
 
 NUMBERS, FLOATS = st.integers(0, 2**32 - 1) | st.integers(0, 3), st.floats(width=32)
