@@ -6,6 +6,7 @@ from penstock.router.errors import Code, ServingError
 from penstock.router.observability.event_log import client_safe_message, log_ended, log_submit
 from penstock.router.observability.explanations import Explanations
 from penstock.router.observability.request_metrics import FinishedRequest, RequestMetrics
+from penstock.router.requests.best_of import RankerReleaser
 from penstock.router.requests.request_output import RequestOutput
 from penstock.router.routing import events as ev
 
@@ -32,6 +33,7 @@ class OpenRequests:
         self._metrics = metrics
         self._explanations = explanations
         self._outputs: dict[int, RequestOutput] = {}
+        self._releaser = RankerReleaser()
 
     def __len__(self) -> int:
         return len(self._outputs)
@@ -96,7 +98,7 @@ class OpenRequests:
     def end(self, command: ev.EndRequest, now: float) -> None:
         """End a request. If the end is an error, the whole call of the request ends."""
         self._record_end(self._metrics.ended(command.request, command.status, now), now)
-        output = self._outputs.pop(command.request, None)
+        output = self._remove(command.request)
         if output is None:
             return
         code, error = CODES.get(command.status), None
@@ -107,10 +109,16 @@ class OpenRequests:
 
     def cancel(self, request: int, now: float) -> bool:
         """Forget a request whose client has disconnected; return False if the request had ended."""
-        if self._outputs.pop(request, None) is None:
+        if self._remove(request) is None:
             return False
         self._record_end(self._metrics.ended(request, ev.Status.CANCELLED, now), now)
         return True
+
+    def _remove(self, request: int) -> RequestOutput | None:
+        output = self._outputs.pop(request, None)
+        if output is not None and output.ranker is not None:
+            self._releaser.release(output.ranker)
+        return output
 
     def _record_end(self, ended: FinishedRequest | None, now: float) -> None:
         self._explanations.ended(ended, now)

@@ -47,15 +47,16 @@ class RequestOutput:
 
     Attributes:
         choices: the output side of each choice.
+        ranker: the ranker of the choices, or None.
     """
 
     __slots__ = (
         "_finished_before",
         "_index",
         "_on_stop_string",
-        "_ranker",
         "_stop_tokens",
         "choices",
+        "ranker",
         "stream",
     )
 
@@ -73,7 +74,7 @@ class RequestOutput:
         self._index = index
         self._stop_tokens = stop_tokens
         self._on_stop_string = on_stop_string
-        self._ranker = ranker
+        self.ranker = ranker
         self._finished_before = finished_before
         is_plain = ranker is None and not any(text.finds_stops for text in detokenizers)
         self.choices = [ChoiceOutput(text, is_plain) for text in detokenizers]
@@ -137,8 +138,8 @@ class RequestOutput:
         self._push(Delta(self._index, what.choice, what.num_tokens, (), text, (), finish))
 
     def _push(self, delta: Delta) -> None:
-        if self._ranker is None:
+        if self.ranker is None:
             self.stream.push(delta)
             return
-        for answer in self._ranker.add(delta):
+        for answer in self.ranker.add(delta):
             self.stream.push_final(answer)

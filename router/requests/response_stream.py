@@ -36,36 +36,28 @@ class AnswerBuilder:
     """Merges the consecutive deltas of one choice, as they arrive."""
 
     def __init__(self) -> None:
-        self._first: Delta | None = None
-        self._last: Delta | None = None
+        # The builder keeps no delta, because a delta of many tokens would keep their logprobs.
+        self._start: tuple[int, int, int] | None = None  # index, choice and first position
+        self._finish = ""
+        self._stop: str | int | None = None
         self._tokens: list[int] = []
         self._texts: list[str] = []
         self._logprobs: list[worker_pb2.TokenLogprobs | None] = []
 
     def add(self, delta: Delta) -> None:
         """Append the next delta."""
-        if self._first is None:
-            self._first = delta
-        self._last = delta
+        if self._start is None:
+            self._start = (delta.index, delta.choice, delta.position)
+        self._finish, self._stop = delta.finish, delta.stop
         self._tokens.extend(delta.tokens)
         self._texts.append(delta.text)
         self._logprobs.extend(delta.logprobs)
 
     def build(self) -> Delta:
         """Return one delta for all added deltas. At least one delta must have been added."""
-        first, last = self._first, self._last
-        assert first is not None
-        assert last is not None
-        return Delta(
-            first.index,
-            first.choice,
-            first.position,
-            self._tokens,
-            "".join(self._texts),
-            self._logprobs,
-            last.finish,
-            last.stop,
-        )
+        assert self._start is not None
+        text = "".join(self._texts)
+        return Delta(*self._start, self._tokens, text, self._logprobs, self._finish, self._stop)
 
     def free_logprobs(self, max_tokens: int) -> bool:
         """Free the logprobs of up to `max_tokens` tokens; return whether any are left."""

@@ -13,6 +13,7 @@ class SilentOutput:
     def __init__(self, num_choices: int) -> None:
         self.choices = [DeliveredTokens() for _ in range(num_choices)]
         self.stream = self
+        self.ranker = None
 
     def deliver(
         self, choice: int, position: int, token: int, finish: int, logprobs: object
