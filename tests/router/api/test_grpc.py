@@ -20,6 +20,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 from penstock.protos import inference_pb2 as pb
 from penstock.protos import inference_pb2_grpc
 from penstock.router.config import RouterConfig
+from penstock.router.requests.response_stream import ResponseStream
 from tests.support.api_keys import EVERY_ROLE, METRICS, user_keys
 from tests.support.openai_errors import check_text
 from tests.support.served_router import Served, serving, until
@@ -396,3 +397,24 @@ async def test_prompt_logprobs_are_sent_before_the_answer(
     assert [(entry.rank, len(entry.top)) for entry in entries] == [(3, 3)] * 5
     assert {reply.choice for reply in replies[2:]} == {0, 1}
     assert [reply.HasField("usage") for reply in replies].count(True) == 1
+
+
+async def test_prompt_logprobs_are_freed_in_parts_at_the_end_of_a_call(
+    channel: grpc.aio.Channel, sentence_served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.router.api.grpc.LOGPROBS_PER_SLICE", 2)
+    left: list[int] = []
+    original = ResponseStream.free_prompt_logprobs
+
+    def free(stream: ResponseStream, max_tokens: int) -> bool:
+        has_more = original(stream, max_tokens)
+        left.append(sum(map(len, stream.prompt_logprobs.values())))
+        return has_more
+
+    monkeypatch.setattr(ResponseStream, "free_prompt_logprobs", free)
+    await generate(
+        channel,
+        tokens=pb.Tokens(ids=[9, 40, 30, 20, 10, 11]),
+        sampling=pb.Sampling(prompt_logprobs=2, max_tokens=4),
+    )
+    await until(lambda: left == [3, 1, 0])
