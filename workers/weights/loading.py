@@ -64,6 +64,7 @@ from penstock.workers.weights.sharding import (
     regions,
 )
 from penstock.workers.weights.tensor_entry import TensorEntry
+from penstock.workers.weights.zero_biases import is_zero_bias
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -272,9 +273,14 @@ def _match(
 ) -> None:
     """Check that the checkpoint has exactly the tensors that the whole model needs."""
     tied = {f"{spec.names.head}.weight"} if spec.tie_embeddings else set()
-    extra = (
-        {name for name in entries if not _is_unused(spec, name, modules)} - tied - parameters.keys()
-    )
+    known = parameters.keys() | tied
+    extra = {
+        name
+        for name, entry in entries.items()
+        if name not in known
+        and not _is_unused(spec, name, modules)
+        and not is_zero_bias(name, entry, modules)
+    }
     problems = (("lacks", parameters.keys() - entries.keys()), ("has the unexpected", extra))
     for verb, names in problems:
         if names:

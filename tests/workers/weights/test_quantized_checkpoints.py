@@ -67,6 +67,18 @@ def test_head_may_be_quantized(name: str, tmp_path: Path) -> None:
     check(generate(decoder, prompts(), MAX_NEW, CHUNK), expected)
 
 
+def test_zero_biases_of_gptq_modules_are_ignored(tmp_path: Path) -> None:
+    reference = make_quantized(tmp_path, FORMS["gptq-4"])
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(".qweight")]:
+        outputs = tensors[name].shape[1]
+        tensors[f"{name.removesuffix('.qweight')}.bias"] = torch.zeros(outputs, dtype=torch.half)
+    save_file(tensors, tmp_path / "model.safetensors")
+    _, decoder = load_model(tmp_path, "auto", CPU)
+    expected = expected_answers(reference, prompts(), MAX_NEW)
+    check(generate(decoder, prompts(), MAX_NEW, CHUNK), expected)
+
+
 def make_engine(folder: Path, **other: Any) -> Engine:
     sizes = {"kv_cache_mib": 1, "max_sequences": 8, "max_batched_tokens": 32}
     engine = Engine(WorkerConfig("w", folder, **{**sizes, **other}))

@@ -100,6 +100,18 @@ def removed(name: str) -> Callable[[Tensors], object]:
             f"{Q}, .*v_proj: matrices with different groups",
         ),
         (
+            "gptq-4-act-order",
+            replaced(f"{DOWN}.bias", torch.ones(192)),
+            f"tensor {DOWN}.bias has values other than zero, but config.json describes a model "
+            "without this bias",
+        ),
+        (
+            "gptq-4-act-order",
+            replaced(f"{DOWN}.bias", torch.zeros(191)),
+            f"unexpected tensor {DOWN}.bias",
+        ),
+        ("awq", replaced(f"{DOWN}.bias", torch.zeros(192)), f"unexpected tensor {DOWN}.bias"),
+        (
             "awq",
             replaced(f"{DOWN}.qweight", torch.ones(320, 12, dtype=torch.int32)),
             rf"{DOWN}.qweight has shape \[320, 12\].*requires \[320, 24\]",
