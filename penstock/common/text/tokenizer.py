@@ -1,11 +1,12 @@
 """The tokenizer of a model, with its chat template and its detokenizer."""
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from penstock.common.gguf.checkpoint import is_gguf
 from penstock.common.gguf.documents import tokenizer_config_of, tokenizer_of
@@ -13,6 +14,9 @@ from penstock.common.text.chat_source import SPECIAL_TOKEN_NAMES, ChatSource
 from penstock.common.text.control_tokens import ControlTokens, Segment
 from penstock.common.text.detokenizer import IncrementalDetokenizer, StopOptions
 from penstock.common.text.token_bytes import TokenBytes, UnsupportedTokenizer
+
+_MARKER = re.compile(r"<([|\uff5c]).+\1>", re.DOTALL)
+"""The form of role markers, such as `<|user|>`. DeepSeek uses the fullwidth bar U+FF5C."""
 
 
 class ModelTokenizer:
@@ -41,9 +45,16 @@ class ModelTokenizer:
         self.token_bytes = TokenBytes(self.tokenizer)
         self.vocab_size = self.tokenizer.get_vocab_size(with_added_tokens=True)
         self.longest_token = max(map(len, self.tokenizer.get_vocab(with_added_tokens=True)))
+        template, names = _read_template(folder, chat_template)
         added = self.tokenizer.get_added_tokens_decoder()
-        control = tuple(added[token].content for token in sorted(self.token_bytes.special))
-        self.chat_template = _read_template(folder, control, chat_template)
+        self._markers = [each for each in added.values() if _is_marker(each, template or "")]
+        marked = {each.content for each in self._markers}
+        control = tuple(
+            entry.content
+            for _, entry in sorted(added.items())
+            if entry.special or entry.content in marked
+        )
+        self.chat_template = None if template is None else ChatSource(template, names, control)
         self._control = ControlTokens(control)
         self._plain: Tokenizer | None = None  # created on first use, because it is rarely needed
 
@@ -108,6 +119,8 @@ class ModelTokenizer:
         if self._plain is None:
             plain = Tokenizer.from_str(self.tokenizer.to_str())
             plain.encode_special_tokens = True
+            # Make all control tokens special, because the option affects only special tokens.
+            plain.add_special_tokens(self._markers)
             # Assign the attribute last, because other threads may use it as soon as it is set.
             self._plain = plain
         return self._plain
@@ -139,9 +152,17 @@ def _load(folder: Path) -> Tokenizer:
     return tokenizer
 
 
-def _read_template(
-    folder: Path, control_tokens: tuple[str, ...], given: str | None
-) -> ChatSource | None:
+def _is_marker(token: AddedToken, template: str) -> bool:
+    """Return whether a token is a role marker of a chat template, but not a special token.
+
+    DeepSeek's role markers are not special tokens.
+    """
+    text = token.content
+    return not token.special and text in template and _MARKER.fullmatch(text) is not None
+
+
+def _read_template(folder: Path, given: str | None) -> tuple[str | None, dict[str, str]]:
+    """Return the chat template of a model, and the values of its variables bos_token and so on."""
     if is_gguf(folder):
         config = tokenizer_config_of(folder)
     else:
@@ -154,10 +175,8 @@ def _read_template(
         source = given
     elif beside.is_file():
         source = beside.read_text(encoding="utf-8")
-    if not isinstance(source, str):
-        return None
     names = {name: _content(config[name]) for name in SPECIAL_TOKEN_NAMES if config.get(name)}
-    return ChatSource(source, names, control_tokens)
+    return source if isinstance(source, str) else None, names
 
 
 def _read_config(path: Path) -> dict[str, Any]:
