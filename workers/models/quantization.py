@@ -229,7 +229,8 @@ _FORMATS = (
 
 
 def _read_compressed_tensors(options: _Options) -> QuantizationSpec:
-    options.only("quantization_status", "compressed", None)
+    # Older versions of compressed-tensors also write "frozen" if the weights are compressed.
+    options.only("quantization_status", "compressed", "frozen", None)
     sparsity = options.inner("sparsity_config")
     if sparsity is not None:
         sparsity.only("format", "dense", None)
