@@ -115,7 +115,8 @@ def _for_all(options: _Options, scheme: WeightScheme, ignore: str) -> Quantizati
 def _read_fp8(options: _Options) -> QuantizationSpec:
     """Read FP8 with scales per block (DeepSeek V3, `weight_scale_inv`) or per module."""
     options.only("fmt", "e4m3", "float8_e4m3fn")
-    options.only("scale_fmt", "float", None)
+    # "ue8m0" scales are powers of two; DeepSeek V3.1 stores them in float32.
+    options.only("scale_fmt", "float", "ue8m0", None)
     options.only("expert_dtype", "fp8", None)
     is_static = options.only("activation_scheme", "dynamic", "static") == "static"
     options.only("modules_to_convert", None)

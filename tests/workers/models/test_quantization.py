@@ -44,6 +44,7 @@ def name_of(value: Any, module: str = "model.layers.0.mlp.up_proj") -> str:
     ("config", "name"),
     [
         (FP8, "fp8 blocks of 128 x 128"),
+        (FP8 | {"scale_fmt": "ue8m0"}, "fp8 blocks of 128 x 128"),
         (
             FP8 | {"weight_block_size": None, "activation_scheme": "static"},
             "fp8 per tensor, static activations",
@@ -114,7 +115,7 @@ def test_groups_with_names_precede_the_group_of_all_linears() -> None:
         ({"quant_method": "quip"}, "by quip are not supported: .*compressed-tensors, fp8"),
         ({"bits": 4}, "an unnamed method are not supported"),
         (FP8 | {"fmt": "e5m2"}, "fmt 'e5m2' is not supported: expected 'e4m3'"),
-        (FP8 | {"scale_fmt": "ue8m0"}, "scale_fmt 'ue8m0'"),
+        (FP8 | {"scale_fmt": "e4m3"}, "scale_fmt 'e4m3'"),
         (
             FP8 | {"weight_block_size": [128]},
             r"weight_block_size \[128\].*two whole numbers from 1 to 65536",

@@ -76,6 +76,11 @@ def removed(name: str) -> Callable[[Tensors], object]:
             replaced(f"{Q}.weight_scale_inv", torch.ones(2, 2, dtype=torch.int8)),
             f"{Q}.weight_scale_inv has dtype I8: expected F32",
         ),
+        (
+            "fp8-blocks",
+            replaced(f"{Q}.weight_scale_inv", torch.ones(2, 2).to(torch.float8_e8m0fnu)),
+            f"{Q}.weight_scale_inv has dtype F8_E8M0: expected F32",
+        ),
         ("fp8-blocks", replaced(f"{Q}.zeros", torch.ones(2)), f"unexpected tensor {Q}.zeros"),
         (
             "fp8-tensor-static",
