@@ -246,7 +246,7 @@ def _warn_of_unusable_scale(scheme: WeightScheme) -> None:
 
 UNUSED_SUFFIXES = (
     *(*INPUT_SCALES, "input_zero_point", "weight_shape"),
-    *("k_scale", "v_scale", "q_scale", "output_scale", "input_global_scale"),
+    *("kv_scale", "k_scale", "v_scale", "q_scale", "output_scale", "input_global_scale"),
 )
 """Suffixes of tensors in quantized checkpoints that need not be loaded. A static scale of
 activations is loaded only if the scheme uses it (`WeightScheme.input_scale`), the KV cache has no

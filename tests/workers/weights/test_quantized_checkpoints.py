@@ -79,6 +79,15 @@ def test_zero_biases_of_gptq_modules_are_ignored(tmp_path: Path) -> None:
     check(generate(decoder, prompts(), MAX_NEW, CHUNK), expected)
 
 
+def test_static_scales_of_the_kv_cache_are_ignored(tmp_path: Path) -> None:
+    make_quantized(tmp_path, FORMS["fp8-hugging-face-tensor"])
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in ("kv_scale", "k_scale", "v_scale", "k_proj.output_scale"):
+        tensors[f"model.layers.0.self_attn.{name}"] = torch.tensor(0.5)
+    save_file(tensors, tmp_path / "model.safetensors")
+    load_model(tmp_path, "auto", CPU)
+
+
 def make_engine(folder: Path, **other: Any) -> Engine:
     sizes = {"kv_cache_mib": 1, "max_sequences": 8, "max_batched_tokens": 32}
     engine = Engine(WorkerConfig("w", folder, **{**sizes, **other}))
