@@ -174,3 +174,10 @@ FAMILIES: dict[str, Family] = {
     **LEGACY_FAMILIES,
 }
 """Model families by architecture name in `config.json`."""
+
+ARCHITECTURE_ALIASES = {
+    "ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM",
+    "MPTForCausalLM": "MptForCausalLM",
+    "PhiMoEForCausalLM": "PhimoeForCausalLM",
+}
+"""Names of architectures in published checkpoints, and the name in `transformers` of each."""

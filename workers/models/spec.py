@@ -12,7 +12,7 @@ from penstock.workers.models.alibi import AlibiSpec, alibi_slopes
 from penstock.workers.models.config import BadCheckpoint, Config, Fields, read_json
 from penstock.workers.models.deepseek import LatentSpec, RoutingSpec, read_latent, read_routing
 from penstock.workers.models.family import Family
-from penstock.workers.models.family_registry import FAMILIES
+from penstock.workers.models.family_registry import ARCHITECTURE_ALIASES, FAMILIES
 from penstock.workers.models.quantization import read_quantization
 from penstock.workers.models.rope_config import RopeSpec, read_ropes, stretched_scores
 from penstock.workers.models.sliding_window import read_windows
@@ -114,7 +114,7 @@ class ModelSpec:
 
 
 def read_config(folder: Path) -> Fields:
-    """Read the folder's `config.json`; check that it names one architecture.
+    """Read the folder's `config.json`; replace the alias of an architecture by its usual name.
 
     `folder` may also be a GGUF file: its metadata takes the place of `config.json`.
 
@@ -133,7 +133,8 @@ def read_config(folder: Path) -> Fields:
     if not isinstance(architectures, list) or len(architectures) != 1:
         found = f"architectures is {architectures!r:.80}: expected a list of one name"
         raise config.unsupported(f"{found}; {supported_architectures()}")
-    return config
+    name = ARCHITECTURE_ALIASES.get(str(architectures[0]), architectures[0])
+    return Fields({**config.values, "architectures": [name]}, config.path)
 
 
 def _what_to_give(folder: Path) -> str:

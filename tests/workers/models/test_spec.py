@@ -11,7 +11,7 @@ from penstock.workers.models.alibi import AlibiSpec
 from penstock.workers.models.config import BadCheckpoint, UnsupportedModel
 from penstock.workers.models.deepseek import LatentSpec, RoutingSpec
 from penstock.workers.models.rope_config import RopeSpec
-from penstock.workers.models.spec import ExpertsSpec, read_spec
+from penstock.workers.models.spec import ExpertsSpec, read_config, read_spec
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -122,6 +122,28 @@ MPT: dict[str, Any] = {
     "n_layers": 3,
     "learned_pos_emb": True,
 }
+
+
+@pytest.mark.parametrize(
+    ("alias", "name"),
+    [
+        ("MPTForCausalLM", "MptForCausalLM"),
+        ("PhiMoEForCausalLM", "PhimoeForCausalLM"),
+        ("ExaoneMoEForCausalLM", "ExaoneMoeForCausalLM"),
+    ],
+)
+def test_alias_of_an_architecture_is_read_as_its_usual_name(
+    tmp_path: Path, alias: str, name: str
+) -> None:
+    folder = write(tmp_path, architectures=[alias])
+    assert read_config(folder).values["architectures"] == [name]
+
+
+def test_mpt_is_read_by_its_alias(tmp_path: Path) -> None:
+    expected = read_spec(write(tmp_path, **MPT))
+    assert read_spec(write(tmp_path, **MPT | {"architectures": ["MPTForCausalLM"]})) == expected
+
+
 SLOPES = (2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3)
 
 
