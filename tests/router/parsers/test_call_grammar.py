@@ -169,9 +169,24 @@ def test_text_before_the_start_of_reasoning_is_no_reasoning(
 
 def test_functions_without_strict_need_no_grammar() -> None:
     assert strict_calls([{"name": "add"}, {"name": "see", "strict": False}]) == b""
-    calls = json.loads(strict_calls(FUNCTIONS))
-    assert [name for name, _ in calls] == ["add", "see", "now.utc"]
-    assert [schema is None for _, schema in calls] == [False, True, False]
+    names, schemas = map(json.loads, strict_calls(FUNCTIONS).splitlines())
+    assert names == ["add", "see", "now.utc"]
+    assert [schema is None for schema in schemas] == [False, True, False]
+
+
+def test_schemas_of_strict_functions_are_bounded_when_their_grammar_is_made(tmp_path: Path) -> None:
+    model = Model(tmp_path, "hermes", False)
+    function = {"name": "add", "strict": True, "parameters": {"description": "é\n\u2028"}}
+    form = model.parsers.strict_form([5], strict_calls([function, {"name": "see"}]))
+    content = json.loads(form.text)
+    assert set(content) == {"grammar", "names", "arguments", "notation"}
+    assert content["names"] == ["add", "see"]
+    assert content["arguments"] == [function["parameters"], None]
+    long = {"name": "add", "strict": True, "parameters": {"enum": ["x" * 131_060]}}
+    calls = strict_calls([long])
+    assert len(calls) < 100
+    with pytest.raises(ServingError, match="'strict' have 131076 bytes as JSON; at most 131072"):
+        model.parsers.strict_form([5], calls)
 
 
 def test_refusal_of_a_schema_names_the_keyword(tmp_path: Path) -> None:
