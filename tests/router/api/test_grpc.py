@@ -19,8 +19,10 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 
 from penstock.protos import inference_pb2 as pb
 from penstock.protos import inference_pb2_grpc
+from penstock.router.api import grpc as router_grpc
 from penstock.router.config import RouterConfig
 from penstock.router.requests.response_stream import ResponseStream
+from penstock.router.requests.slices import Slices
 from tests.support.api_keys import EVERY_ROLE, METRICS, user_keys
 from tests.support.openai_errors import check_text
 from tests.support.served_router import Served, serving, until
@@ -418,3 +420,29 @@ async def test_prompt_logprobs_are_freed_in_parts_at_the_end_of_a_call(
         sampling=pb.Sampling(prompt_logprobs=2, max_tokens=4),
     )
     await until(lambda: left == [3, 1, 0])
+
+
+async def test_long_list_of_allowed_tokens_is_read_and_checked_in_slices(
+    channel: grpc.aio.Channel, sentence_served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[str] = []
+
+    class Recorder(Slices):
+        async def pause(self) -> None:
+            steps.append("pause")
+            await super().pause()
+
+    def recorded(name: str) -> None:
+        original = getattr(router_grpc, name)
+
+        def call(*given: Any) -> Any:
+            steps.append(name)
+            return original(*given)
+
+        monkeypatch.setattr(router_grpc, name, call)
+
+    recorded("sampling_params")
+    recorded("check_least_cost")
+    monkeypatch.setattr(router_grpc, "Slices", Recorder)
+    await generate(channel, text="x", sampling=pb.Sampling(max_tokens=1, allowed_tokens=[5, 6]))
+    assert steps[:4] == ["sampling_params", "pause", "check_least_cost", "pause"]
