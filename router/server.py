@@ -18,6 +18,7 @@ from starlette.types import ASGIApp
 
 from penstock.common.gguf.checkpoint import is_gguf
 from penstock.common.gguf.documents import config_of
+from penstock.common.rope_scaling import yarn_positions
 from penstock.common.text.token_bytes import UnsupportedTokenizer
 from penstock.common.text.tokenizer import ModelTokenizer
 from penstock.protos.serving.connection_guard import ConnectionGuard
@@ -215,7 +216,10 @@ def read_model_limits(config: RouterConfig, tokenizer: ModelTokenizer) -> ModelL
     inner = own.get("text_config")
     if isinstance(inner, dict):  # the configurations of multimodal models nest these fields
         own = {**own, **inner}
-    lengths = [own.get("max_position_embeddings"), own.get("n_positions"), config.max_model_len]
+    longest = own.get("max_position_embeddings")
+    if isinstance(longest, int):
+        longest = max(longest, yarn_positions(own))
+    lengths = [longest, own.get("n_positions"), config.max_model_len]
     known = [length for length in lengths if isinstance(length, int)]
     vocab = own.get("vocab_size")
     return ModelLimits(

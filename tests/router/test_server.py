@@ -91,6 +91,12 @@ def write_config(folder: Path, text: str) -> RouterConfig:
     [
         ('{"max_position_embeddings": 64, "vocab_size": 1000}', 64, 1000),
         ('{"text_config": {"max_position_embeddings": 32, "vocab_size": 9}}', 32, 9),
+        (
+            '{"max_position_embeddings": 64, "vocab_size": 9, "rope_scaling": {"type": "yarn", '
+            '"factor": 4.0, "original_max_position_embeddings": 48}}',
+            192,
+            9,
+        ),
         ("{}", UNBOUNDED, byte_level().get_vocab_size()),
     ],
 )

@@ -8,6 +8,7 @@ from typing import Any
 
 from penstock.common.gguf.checkpoint import is_gguf
 from penstock.common.gguf.documents import config_of
+from penstock.common.rope_scaling import yarn_positions
 from penstock.workers.models.alibi import AlibiSpec, alibi_slopes
 from penstock.workers.models.config import BadCheckpoint, Config, Fields, read_json
 from penstock.workers.models.deepseek import LatentSpec, RoutingSpec, read_latent, read_routing
@@ -239,7 +240,7 @@ def _build(config: Fields, family: Family, eos_tokens: tuple[int, ...]) -> Model
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        max_model_len=config.size("max_position_embeddings"),
+        max_model_len=max(config.size("max_position_embeddings"), yarn_positions(values)),
         eos_tokens=eos_tokens,
         tie_embeddings=config.flag("tie_word_embeddings"),
         head_bias=family.head_bias,

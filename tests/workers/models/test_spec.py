@@ -68,6 +68,17 @@ def test_old_and_new_rope_scaling_keys_are_equivalent(tmp_path: Path) -> None:
     assert oldest.rope == RopeSpec(10000.0, "linear", 2.0)
 
 
+def test_yarn_extends_the_context_to_the_original_length_times_the_factor(tmp_path: Path) -> None:
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    assert read_spec(write(tmp_path, rope_scaling=yarn)).max_model_len == 512
+    newer = {"rope_theta": 1e6, "rope_type": "yarn"} | yarn
+    assert read_spec(write(tmp_path, rope_parameters=newer)).max_model_len == 512
+    smaller = yarn | {"original_max_position_embeddings": 16}
+    assert read_spec(write(tmp_path, rope_scaling=smaller)).max_model_len == 128
+    linear = {"type": "linear", "factor": 4.0, "original_max_position_embeddings": 128}
+    assert read_spec(write(tmp_path, rope_scaling=linear)).max_model_len == 128
+
+
 def test_longrope_uses_the_short_factors_for_short_contexts(tmp_path: Path) -> None:
     rope = read_spec(write(tmp_path, **PHI3, rope_scaling=LONG)).rope
     assert (rope.kind, rope.factor, rope.divisors) == ("longrope", 2.0, (2.0, 4.0, 6.0, 8.0))

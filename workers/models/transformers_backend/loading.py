@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from penstock.common.rope_scaling import yarn_positions
 from penstock.workers.models.config import BadCheckpoint, Fields
 from penstock.workers.models.spec import require_transformers, supported_architectures
 from penstock.workers.models.transformers_backend.attention import NAME, register, use_handler
@@ -43,7 +44,7 @@ def load_transformers_model(
     folder, architecture = config.path.parent, config.values["architectures"][0]
     try:
         theirs = _their_config(architecture, folder)
-        longest = _positions(theirs, max_model_len)
+        longest = _positions(theirs, max_model_len, _yarn_positions(config))
         progress(0, num_bytes)
         model = TransformersModel(_load(folder, dtype).to(device).eval())
         progress(num_bytes, num_bytes)
@@ -102,8 +103,17 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
 
 
-def _positions(theirs: Any, max_model_len: int | None) -> int:
+def _yarn_positions(config: Fields) -> int:
+    """Return the number of positions to which YaRN extends the model, or 0."""
+    # `theirs` has default values in place of those that `config.json` lacks.
+    inner = config.values.get("text_config")
+    return yarn_positions({**config.values, **(inner if isinstance(inner, dict) else {})})
+
+
+def _positions(theirs: Any, max_model_len: int | None, yarn: int) -> int:
     """Return the maximum number of positions of a sequence.
+
+    `yarn` is the number of positions to which YaRN extends the model, or 0.
 
     Raise `Unsupported` if a sequence's rotary embedding would depend on the longest sequence in
     the batch.
@@ -113,6 +123,7 @@ def _positions(theirs: Any, max_model_len: int | None) -> int:
         raise Unsupported(
             f"max_position_embeddings is {longest!r:.40}: expected a whole number of 4 or more"
         )
+    longest = max(longest, yarn)
     used = min(longest, max_model_len or longest)
     ropes = getattr(theirs, "rope_parameters", None) or {}
     for rope in (ropes, *(each for each in ropes.values() if isinstance(each, dict))):
