@@ -13,9 +13,20 @@ from typing import Any
 from penstock.common.text.content_forms import ContentForms
 
 
-def to_json(value: object, ensure_ascii: bool = False, indent: int | None = None) -> str:
-    """Return a value as JSON. Chat templates call this function as the filter `tojson`."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+def to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Return a value as JSON. Chat templates call this function as the filter `tojson`.
+
+    The arguments are those of the filter in transformers.
+    """
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 class Arguments(dict[str, Any]):

@@ -24,6 +24,12 @@ def test_tojson_escapes_neither_html_nor_non_ascii() -> None:
     assert render("{{ {'a': 1} | tojson(indent=2) }}") == '{\n  "a": 1\n}'
 
 
+def test_tojson_has_the_arguments_of_transformers() -> None:
+    source = "{{ {'b': 'é', 'a': 1} | tojson(ensure_ascii=True, separators=(',', ':'), %s) }}"
+    assert render(source % "sort_keys=True") == '{"a":1,"b":"\\u00e9"}'
+    assert render(source % "indent=none") == '{"b":"\\u00e9","a":1}'
+
+
 def test_break_and_strftime_now_are_supported() -> None:
     assert render("{% for i in range(5) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}")
     assert render("{{ strftime_now('%Y') }}").isdecimal()
