@@ -13,6 +13,7 @@ from penstock.common.gguf.documents import tokenizer_config_of, tokenizer_of
 from penstock.common.text.chat_source import SPECIAL_TOKEN_NAMES, ChatSource
 from penstock.common.text.control_tokens import ControlTokens, Segment
 from penstock.common.text.detokenizer import IncrementalDetokenizer, StopOptions
+from penstock.common.text.named_templates import read_templates
 from penstock.common.text.token_bytes import TokenBytes, UnsupportedTokenizer
 
 _MARKER = re.compile(r"<([|\uff5c]).+\1>", re.DOTALL)
@@ -167,16 +168,8 @@ def _read_template(folder: Path, given: str | None) -> tuple[str | None, dict[st
         config = tokenizer_config_of(folder)
     else:
         config = _read_config(folder / "tokenizer_config.json")
-    source = config.get("chat_template")
-    if isinstance(source, list):  # the entry may also be a list of named templates
-        source = _default_template(source)
-    beside = folder / "chat_template.jinja"
-    if given is not None:
-        source = given
-    elif beside.is_file():
-        source = beside.read_text(encoding="utf-8")
     names = {name: _content(config[name]) for name in SPECIAL_TOKEN_NAMES if config.get(name)}
-    return source if isinstance(source, str) else None, names
+    return read_templates(folder, config) if given is None else given, names
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -187,14 +180,6 @@ def _read_config(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise UnsupportedTokenizer(f"{path} cannot be parsed as JSON: {error}") from error
     return config if isinstance(config, dict) else {}
-
-
-def _default_template(named: list[Any]) -> object:
-    """Return the template with the name `default`, or None if there is none."""
-    for entry in named:
-        if isinstance(entry, dict) and entry.get("name") == "default":
-            return entry.get("template")
-    return None
 
 
 def _content(token: object) -> str:
