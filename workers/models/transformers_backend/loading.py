@@ -21,6 +21,9 @@ from penstock.workers.models.transformers_backend.probe import (
     probe_model,
 )
 
+_TEXT_MODELS = {"Llama4ForConditionalGeneration": "Llama4ForCausalLM"}
+"""Multimodal architectures whose text part `transformers` loads as another architecture."""
+
 
 def load_transformers_model(
     config: Fields,
@@ -77,7 +80,7 @@ def _their_config(architecture: str, folder: Path) -> Any:
         ) from None
     if kind is None:
         raise Unsupported(f"transformers has no causal language model for a {type(found).__name__}")
-    if kind.__name__ != architecture:
+    if kind.__name__ != _TEXT_MODELS.get(architecture, architecture):
         raise Unsupported(
             f"transformers would load this configuration as another architecture, {kind.__name__}"
         )

@@ -25,7 +25,9 @@ from penstock.workers.models.transformers_backend.probe import (
     read_window,
 )
 from penstock.workers.weights.loading import SINGLE, load
+from tests.support.answers import check, expected_answers
 from tests.support.checkpoints import COMMON, LONG_ROPE, make_checkpoint
+from tests.support.planner import generate
 
 CPU = torch.device("cpu")
 LONG = LONG_ROPE | {
@@ -100,6 +102,23 @@ def test_chunked_attention_is_accepted_up_to_the_length_of_one_chunk(tmp_path: P
         load(tmp_path, "auto", CPU)
     found, _ = load(tmp_path, "auto", CPU, max_model_len=24)
     assert found.max_model_len == 24
+
+
+def test_text_model_of_a_multimodal_llama_4_is_served(tmp_path: Path) -> None:
+    text = COMMON | {"attention_chunk_size": 48, "intermediate_size_mlp": 40, "head_dim": 12}
+    vision = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+              "intermediate_size": 64, "vision_output_dim": 32, "image_size": 28, "patch_size": 14,
+              "projector_input_dim": 32, "projector_output_dim": 32}  # fmt: skip
+    config = transformers.Llama4Config(text_config=text, vision_config=vision)
+    reference: Any = transformers.Llama4ForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter.normal_(0.0, 0.25)
+    reference.save_pretrained(tmp_path)
+    assert spec.read_config(tmp_path).values["architectures"] == ["Llama4ForConditionalGeneration"]
+    _, model = load(tmp_path, "float32", CPU, max_model_len=48)
+    prompts = [list(range(4, 16)), list(range(3, 40))]
+    check(generate(model, prompts, 6, 21), expected_answers(reference, prompts, 6))
 
 
 def test_error_names_transformers_if_it_is_not_installed(
