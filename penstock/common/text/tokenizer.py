@@ -2,11 +2,12 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from penstock.common.gguf.checkpoint import is_gguf
 from penstock.common.gguf.documents import tokenizer_config_of, tokenizer_of
@@ -18,6 +19,9 @@ from penstock.common.text.token_bytes import TokenBytes, UnsupportedTokenizer
 
 _MARKER = re.compile(r"<([|\uff5c]).+\1>", re.DOTALL)
 """The form of role markers, such as `<|user|>`. DeepSeek uses the fullwidth bar U+FF5C."""
+
+_WITH_BOS = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer", "CohereTokenizer")
+"""Tokenizers of transformers that add a BOS themselves if `add_bos_token` is true."""
 
 
 class ModelTokenizer:
@@ -43,10 +47,14 @@ class ModelTokenizer:
 
     def __init__(self, folder: Path, chat_template: str | None = None) -> None:
         self.tokenizer = _load(folder)
+        config = _read_config(folder)
+        if _needs_bos(self.tokenizer, config):
+            _add_bos(self.tokenizer, _content(config["bos_token"]))
         self.token_bytes = TokenBytes(self.tokenizer)
         self.vocab_size = self.tokenizer.get_vocab_size(with_added_tokens=True)
         self.longest_token = max(map(len, self.tokenizer.get_vocab(with_added_tokens=True)))
-        template, names = _read_template(folder, chat_template)
+        template = read_templates(folder, config) if chat_template is None else chat_template
+        names = {name: _content(config[name]) for name in SPECIAL_TOKEN_NAMES if config.get(name)}
         added = self.tokenizer.get_added_tokens_decoder()
         self._markers = [each for each in added.values() if _is_marker(each, template or "")]
         marked = {each.content for each in self._markers}
@@ -153,6 +161,29 @@ def _load(folder: Path) -> Tokenizer:
     return tokenizer
 
 
+def _needs_bos(tokenizer: Tokenizer, config: Mapping[str, Any]) -> bool:
+    """Return whether `add_bos_token` of tokenizer_config.json requires a BOS.
+
+    This is False if tokenizer.json already adds special tokens.
+    """
+    if config.get("add_bos_token") is not True or not config.get("bos_token"):
+        return False
+    kind = str(config.get("tokenizer_class")).removesuffix("Fast")
+    if kind not in _WITH_BOS or tokenizer.num_special_tokens_to_add(False) > 0:
+        return False
+    return tokenizer.token_to_id(_content(config["bos_token"])) is not None
+
+
+def _add_bos(tokenizer: Tokenizer, bos: str) -> None:
+    """Let the tokenizer begin each text with a BOS. Chats are encoded without special tokens."""
+    token = tokenizer.token_to_id(bos)
+    tokenizer.post_processor = TemplateProcessing(
+        single=["bos", "$A"],
+        pair=["bos", "$A", "$B"],
+        special_tokens=[{"id": "bos", "ids": [token], "tokens": [bos]}],
+    )
+
+
 def _is_marker(token: AddedToken, template: str) -> bool:
     """Return whether a token is a role marker of a chat template, but not a special token.
 
@@ -162,17 +193,11 @@ def _is_marker(token: AddedToken, template: str) -> bool:
     return not token.special and text in template and _MARKER.fullmatch(text) is not None
 
 
-def _read_template(folder: Path, given: str | None) -> tuple[str | None, dict[str, str]]:
-    """Return the chat template of a model, and the values of its variables bos_token and so on."""
+def _read_config(folder: Path) -> dict[str, Any]:
+    """Return the content of tokenizer_config.json, or {} if there is none."""
     if is_gguf(folder):
-        config = tokenizer_config_of(folder)
-    else:
-        config = _read_config(folder / "tokenizer_config.json")
-    names = {name: _content(config[name]) for name in SPECIAL_TOKEN_NAMES if config.get(name)}
-    return read_templates(folder, config) if given is None else given, names
-
-
-def _read_config(path: Path) -> dict[str, Any]:
+        return tokenizer_config_of(folder)
+    path = folder / "tokenizer_config.json"
     if not path.is_file():
         return {}
     try:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer
+from tokenizers.processors import ByteLevel
 
 from penstock.common.text.chat_source import ChatTemplateError
 from penstock.common.text.token_bytes import UnsupportedTokenizer
@@ -31,6 +32,50 @@ def test_chat_prompt_has_exactly_one_bos(folder: Path) -> None:
     tokens = encode_chat(ModelTokenizer(folder), HELLO)
     assert tokens.count(BOS) == 1
     assert tokens.count(EOS) == 1
+
+
+def with_config(folder: Path, tokenizer: Tokenizer, **changes: object) -> ModelTokenizer:
+    path = write_folder(folder, tokenizer) / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return ModelTokenizer(folder)
+
+
+LLAMA = {"add_bos_token": True, "tokenizer_class": "LlamaTokenizerFast"}
+
+
+@pytest.mark.parametrize("make", [byte_level, byte_fallback, metaspace])
+def test_bos_is_added_if_only_the_tokenizer_config_requires_it(
+    make: Callable[[], Tokenizer], tmp_path: Path
+) -> None:
+    tokenizer = make()
+    tokenizer.post_processor = ByteLevel(trim_offsets=False)  # as in DeepSeek V3
+    plain = with_config(tmp_path / "plain", tokenizer)
+    text = with_config(tmp_path / "bos", tokenizer, **LLAMA)
+    tokens = plain.encode("the dog</s>")
+    assert text.encode("the dog</s>") == [BOS, *tokens]
+    assert text.encode("the dog</s>", add_special_tokens=False) == tokens
+    assert text.encode_without_control("</s>")[0] == BOS
+    assert encode_chat(text, HELLO) == encode_chat(plain, HELLO)
+    assert text.encode_bad_words(["the"]) == plain.encode_bad_words(["the"])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        LLAMA | {"add_bos_token": False},
+        LLAMA | {"tokenizer_class": "Qwen2Tokenizer"},
+        LLAMA | {"bos_token": None},
+        LLAMA | {"bos_token": "<unknown>"},
+        {"add_bos_token": True},
+    ],
+)
+def test_bos_is_not_added_in_other_cases(tmp_path: Path, changes: dict[str, object]) -> None:
+    text = with_config(tmp_path, byte_fallback(), **changes)
+    assert text.encode("the dog") == text.encode("the dog", add_special_tokens=False)
+
+
+def test_bos_is_not_added_twice(tmp_path: Path) -> None:
+    assert with_config(tmp_path, byte_level(), **LLAMA).encode("the dog").count(BOS) == 1
 
 
 def bad_words_of_vllm(tokenizer: Tokenizer, words: list[str]) -> list[list[int]]:
