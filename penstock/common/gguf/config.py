@@ -218,9 +218,8 @@ def _rope(reader: _Reader, values: Values, partial: bool) -> Values:
 def _scaling(reader: _Reader, values: Values, num_pairs: int) -> Values:
     kind = reader.metadata.text(reader.key("rope.scaling.type"), "linear")
     factor = reader.number("rope.scaling.factor", reader.number("rope.scale_linear", 1.0))
-    original = reader.size(
-        "rope.scaling.original_context_length", values["max_position_embeddings"]
-    )
+    length = "rope.scaling.original_context_length"
+    original = reader.size(length, values["max_position_embeddings"])
     factors = [
         name for name in (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS) if name in reader.tensors
     ]
@@ -242,10 +241,11 @@ def _scaling(reader: _Reader, values: Values, num_pairs: int) -> Values:
     found = {
         "rope_type": "yarn",
         "factor": factor,
-        "original_max_position_embeddings": original,
         "beta_fast": reader.number("rope.scaling.yarn_beta_fast", 32.0),
         "beta_slow": reader.number("rope.scaling.yarn_beta_slow", 1.0),
     }
+    if reader.has(length):  # only a length that the file names extends the context
+        found["original_max_position_embeddings"] = original
     extra = reader.number("rope.scaling.attn_factor", 1.0)
     if extra != 1.0:  # the product with YaRN's default attention factor, as in llama.cpp
         found["attention_factor"] = extra * (1.0 + 0.1 * math.log(max(factor, 1.0)))

@@ -71,7 +71,9 @@ class ChatTemplate:
             raise ValueError(f"the chat template is not valid: {error}") from error
         parsed = environment.parse(source)
         self.variables = frozenset(jinja2.meta.find_undeclared_variables(parsed))
-        self._forms = content_forms(parsed)
+        with_tools, without_tools = _branches(parsed)
+        self._forms_with_tools = content_forms(with_tools)
+        self._forms = content_forms(without_tools)
         self._special_tokens = dict(special_tokens)
 
     def render(
@@ -88,7 +90,8 @@ class ChatTemplate:
                 of exceptions are converted, because the template is foreign code.
             MemoryError: the process has no memory left.
         """
-        shown = [with_form(message, self._forms) for message in messages]
+        forms = self._forms_with_tools if options.tools else self._forms
+        shown = [with_form(message, forms) for message in messages]
         if not options.continue_final_message:
             return self._render(shown, options)
         # The template may add text after the last message, so a mark shows where the message ends.
@@ -135,3 +138,14 @@ def _append(message: Mapping[str, Any], text: str) -> Mapping[str, Any]:
         return {**message, "content": content + text}
     *others, last = content
     return {**message, "content": [*others, {**last, "text": last["text"] + text}]}
+
+
+def _branches(template: jinja2.nodes.Template) -> tuple[jinja2.nodes.Template, ...]:
+    """Return the parts of a template for chats with tools and for chats without tools.
+
+    They differ if the whole template is one condition, as in `named_templates.join_templates`.
+    """
+    match template.body:
+        case [jinja2.nodes.If(test=jinja2.nodes.Name(name="tools"), elif_=[]) as whole]:
+            return jinja2.nodes.Template(whole.body), jinja2.nodes.Template(whole.else_)
+    return template, template

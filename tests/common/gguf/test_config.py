@@ -259,6 +259,20 @@ def test_scaling_of_yarn_is_read(llama: Path, tmp_path: Path) -> None:
     assert (rope.beta_fast, rope.beta_slow) == (16.0, 1.0)
 
 
+def test_yarn_without_the_original_length_does_not_extend_the_context(
+    llama: Path, tmp_path: Path
+) -> None:
+    """The context length of such a file may already be the extended one."""
+
+    def add(writer: gguf.GGUFWriter) -> None:
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(4.0)
+
+    spec = read_spec(write_gguf(llama, tmp_path / "m.gguf", extra=add))
+    assert spec.rope.kind == "yarn"
+    assert spec.max_model_len == read_spec(write_gguf(llama, tmp_path / "plain.gguf")).max_model_len
+
+
 @pytest.fixture(scope="module")
 def good(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes, int]:
     """Return a path to write to, the content of a valid file, and the size of its header."""

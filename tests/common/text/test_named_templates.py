@@ -65,6 +65,15 @@ def test_content_of_messages_has_the_form_that_both_read() -> None:
     assert (render(joined, None), render(joined, TOOLS)) == ("xy", "x!y!")
 
 
+def test_template_for_tools_does_not_change_the_content_of_chats_without_tools() -> None:
+    default = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    parts = "{% for m in messages %}{% for p in m.content %}<{{ p.text }}>{% endfor %}{% endfor %}"
+    joined = ChatTemplate(join_templates(default, parts), {})
+    assert (render(joined, None), render(joined, TOOLS)) == ("xy", "<x><y>")
+    joined = ChatTemplate(join_templates(parts, default), {})
+    assert (render(joined, None), render(joined, TOOLS)) == ("<x><y>", "xy")
+
+
 def prompt(folder: Path, tools: Any, chat_template: str | None = None) -> str:
     renderer = renderer_of(ModelTokenizer(folder, chat_template))
     segments = renderer.render(MESSAGES, TemplateOptions(tools=tools))
