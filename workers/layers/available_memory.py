@@ -37,12 +37,13 @@ def cgroup_bytes_left(cgroups: Path, own: Path) -> int | None:
     return min(left, default=None)
 
 
-_V2 = ("memory.max", "memory.current", "inactive_file")
-_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_V2 = ("memory.max", "memory.current", "")
+_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+"""Names of the files with the limit and the used bytes, and prefix of the keys in memory.stat."""
 
 
 def _folders(cgroups: Path, own: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
-    """Yield the folders of the process's memory cgroups and the names of their files.
+    """Yield the folders of the process's memory cgroups, with `_V2` or `_V1`.
 
     In a container, the path of a process may name a cgroup outside of the container. Then only the
     mounted folder itself exists, and it is the cgroup of the container.
@@ -64,13 +65,15 @@ def _folders(cgroups: Path, own: Path) -> Iterator[tuple[Path, tuple[str, str, s
                 break
 
 
-def _bytes_left(folder: Path, limit: str, used: str, reclaimable: str) -> int | None:
+def _bytes_left(folder: Path, limit: str, used: str, prefix: str) -> int | None:
     try:
         # "max" means no limit; int() refuses it
-        most = int((folder / limit).read_text("ascii"))
-        now = int((folder / used).read_text("ascii"))
+        limit_bytes = int((folder / limit).read_text("ascii"))
+        used_bytes = int((folder / used).read_text("ascii"))
         lines = (folder / "memory.stat").read_text("ascii").splitlines()
     except (OSError, ValueError):
         return None
     stat = dict(line.split(maxsplit=1) for line in lines if " " in line)
-    return max(most - now + int(stat.get(reclaimable, 0)), 0)
+    # File data that was read twice is active; the kernel can drop it too.
+    cached = sum(int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("inactive", "active"))
+    return min(max(limit_bytes - used_bytes + cached, 0), limit_bytes)

@@ -33,8 +33,8 @@ def choose_num_blocks(
 
     The worker's ranks evenly share `kv_cache_mib`. Without it, ranks on a CPU evenly share the
     worker's part of the available memory; the result is then at most what `max_sequences`
-    full-length sequences can fill. Workers that share the cores of a machine get parts of its
-    memory in proportion to their cores.
+    full-length sequences can fill. If workers share the cores of a machine, and no number of
+    threads or CPUs is set, they get parts of its memory in proportion to their cores.
 
     Args:
         sizes: Sizes of steps and blocks.
@@ -74,7 +74,8 @@ def _available_bytes(
         return _available_on_gpu(device, profile(), _GPU_FRACTION_OF_REST)
     fraction = _CPU_FRACTION
     if config.threads and config.max_threads:
-        fraction_of_cores = config.threads / max(config.max_threads, config.threads)
+        threads = config.threads * config.coord.mesh.num_ranks
+        fraction_of_cores = threads / max(config.max_threads, threads)
         fraction = min(fraction, _SHARED_CPU_FRACTION * fraction_of_cores)
     return int(available_bytes() * fraction)
 

@@ -15,12 +15,13 @@ def write_cgroup(
     folder: Path, limit: int | str, used: int, cached: int = 0, version: int = 2
 ) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    names = ("memory.max", "memory.current", "inactive_file")
+    names = ("memory.max", "memory.current", "")
     if version == 1:
-        names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
     (folder / names[0]).write_text(f"{limit}\n")
     (folder / names[1]).write_text(f"{used}\n")
-    (folder / "memory.stat").write_text(f"anon 5\n{names[2]} {cached}\n")
+    parts = f"{names[2]}inactive_file {cached // 4}\n{names[2]}active_file {cached * 3 // 4}\n"
+    (folder / "memory.stat").write_text(f"anon 5\n{parts}")
 
 
 def own(folder: Path, text: str) -> Path:
