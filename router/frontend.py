@@ -23,6 +23,7 @@ from penstock.router.observability.request_metrics import RequestMetrics
 from penstock.router.observability.role_recorder import RoleRecorder
 from penstock.router.requests.admission import RequestAdmission
 from penstock.router.requests.background_tasks import BackgroundTasks
+from penstock.router.requests.call_once import CallOnce
 from penstock.router.requests.canceller import RequestCanceller
 from penstock.router.requests.generation_defaults import GenerationDefaults
 from penstock.router.requests.open_requests import OpenRequests
@@ -95,6 +96,7 @@ class Frontend:
         self._admission = RequestAdmission(config, tokenizer, self.post, hasher, helpers)
         self._events: deque[ev.Event] = deque()
         self._is_handling = False
+        self._assign_soon = CallOnce(lambda: self.post(ev.AssignWaiting()))
         self._readiness = Readiness(config.waits_for_both, config.wakes_workers)
         self._loop = asyncio.get_running_loop()
         self.history = History(self.metrics, self._loop.time())
@@ -222,7 +224,7 @@ class Frontend:
                     self._readiness_listeners.report(self.why_not_ready())
                     log_worker(event)
             if self._dispatcher.has_more_to_assign:
-                self._loop.call_soon(self.post, ev.AssignWaiting())
+                self._assign_soon.schedule()
         finally:
             self._is_handling = False
 

@@ -125,6 +125,8 @@ class Dispatcher:
         self.cache_feed = CacheFeed(self.prefix_index)
         self._transfer_peers = TransferPeers()
         self._timeouts = RequestTimeouts(limits.no_worker_timeout_seconds)
+        # Whether queued requests are left that could not be considered, to limit an event's work.
+        self.has_more_to_assign = False
         self._admission = QueueAdmission(
             self._queue, self._timeouts, self._requests.states, self._requests.reconcile
         )
@@ -139,9 +141,7 @@ class Dispatcher:
             ClientDisconnected: self._client_disconnected,
             ChoiceStopped: self._choice_stopped,
             Tick: self._tick,
-            AssignWaiting: lambda event, out, now: (
-                None
-            ),  # `handle` places requests after each event
+            AssignWaiting: self._assign_waiting,
             WorkerUp: self._worker_up,
             WorkerLost: self._worker_lost,
             CacheEvents: self._cache_changed,
@@ -160,18 +160,16 @@ class Dispatcher:
     def handle(self, event: Event, now: float) -> Commands:
         """Return the commands that follow from an event, in order of execution.
 
-        If `has_more_to_assign` is then true, the caller must soon handle a `AssignWaiting` event.
+        If `has_more_to_assign` is then true, the caller must soon handle an `AssignWaiting` event.
+        Until then, other events than ticks place no queued requests.
         """
         out: Commands = []
         self._handlers[type(event)](event, out, now)
-        if self._requests.dirty:
+        may_assign = not self.has_more_to_assign or isinstance(event, AssignWaiting | Tick)
+        if self._requests.dirty and may_assign:
             self._requests.assign_waiting(out, now)
+            self.has_more_to_assign = self._requests.dirty
         return out
-
-    @property
-    def has_more_to_assign(self) -> bool:
-        """Whether the last event did not try to place all queued requests, to limit its work."""
-        return self._requests.dirty
 
     def listen(self, listener: DecisionListener) -> None:
         """Report the decisions about requests to `listener`, which replaces the previous one."""
@@ -245,6 +243,9 @@ class Dispatcher:
         out += (*self.cache_feed.due_resyncs(now), *peers)
         self._migrator.return_answers(out, now)
         self._requests.dirty = True
+
+    def _assign_waiting(self, event: AssignWaiting, out: Commands, now: float) -> None:
+        """Do nothing, because `handle` places queued requests after the event."""
 
     # -------------------------------------------------------------- workers, cached blocks
 

@@ -168,7 +168,7 @@ class RequestTable:
         return self._queue.select(now, prefill_capacity(views, self._registry.tpot_slo_seconds))
 
     def busy_since(self, view: WorkerView) -> float | None:
-        """Return the result of `busy_since` for a worker."""
+        """Return the time since which a worker has runnable work, or None (see `busy_since`)."""
         return busy_since(view.name, [self.states[request] for request in view.requests])
 
     def short_of(self) -> Collection[str]:
