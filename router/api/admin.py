@@ -17,7 +17,6 @@ from starlette.types import Receive, Scope, Send
 
 from penstock.router.api import explain
 from penstock.router.api.auth import OPERATORS, READERS, ApiKeys
-from penstock.router.api.generation.sending import FragmentResponse
 from penstock.router.api.http import (
     AuthMiddleware,
     Json,
@@ -165,12 +164,12 @@ class AdminApi:
         slices = Slices()
         state = self._frontend.take_snapshot()
         await slices.pause()
-        return FragmentResponse(_status_fragments(state))
+        return await _large_json(_status_fragments(state), slices)
 
     async def steps(self, request: Request) -> Response:
         """Return columns of numbers about the latest steps of each worker, by worker name."""
         found = await self._frontend.step_records()
-        return FragmentResponse(_steps_fragments(found))
+        return await _large_json(_steps_fragments(found), Slices())
 
     async def role(self, request: Request) -> Response:
         """Assign a role to a worker; decoding requests move away if the new role is prefill.
@@ -207,6 +206,15 @@ def _without_header(text: bytes) -> bytes:
     while text.startswith(b"#"):
         text = text.partition(b"\n")[2]
     return text
+
+
+async def _large_json(fragments: Iterator[str], slices: Slices) -> LargeResponse:
+    """Return a response of JSON. Other callbacks run while its fragments are computed."""
+    body = bytearray()
+    for fragment in fragments:
+        body += fragment.encode()
+        await slices.pause()
+    return LargeResponse(body, "application/json")
 
 
 def _status_fragments(state: ClusterState) -> Iterator[str]:
