@@ -15,7 +15,7 @@ from penstock.common.thinking_budget import ThinkingBudget
 from penstock.common.worker_load import WorkerLoad
 from penstock.protos import worker_pb2 as pb
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of worker.proto. Routers and workers refuse a peer with another version."""
 
 TOKEN_BYTES = 4

@@ -28,8 +28,8 @@ class RequestBounds(SamplingLimits):
     max_documents: int = 1024
     max_json_depth: int = 64  # maximum nesting depth of the JSON of tools and documents
     max_template_kwargs: int = 16 << 10  # largest size of chat_template_kwargs, in bytes of JSON
-    # Maximum tokens per Detokenize call, as a multiple of the context length; if the context is
-    # shorter than `max_detokenize_tokens`, that number is a limit as well.
+    # Maximum tokens per Detokenize call: `max_detokenize_contexts` times the context length, but at
+    # most `max_detokenize_tokens`. The tokens of one context are always allowed.
     max_detokenize_contexts: int = 64
     max_detokenize_tokens: int = 512 << 10
     max_encoding_chars: int = 64 << 20  # characters of all texts that wait to be tokenized

@@ -86,8 +86,8 @@ def do_job(work: Work, items: Sequence[bytes]) -> Reply:
         log.exception("a job of a helper process failed")
         error = ServingError(Code.INTERNAL, "internal error: see the server's log")
     except BaseException as failure:
-        # Libraries that are written in Rust panic if they cannot allocate an object. Their type of
-        # exception cannot be imported.
+        # Libraries that are written in Rust panic if they cannot allocate an object. The type
+        # PanicException cannot be imported.
         if type(failure).__name__ == "PanicException":
             raise MemoryError from failure
         raise

@@ -168,14 +168,25 @@ class ResponseStream:
         self.seeds.append(seed)
 
     def push_final(self, answer: Delta) -> None:
-        """Append a complete answer, without counting it against the unread limit."""
+        """Append a complete answer, without counting it against the unread limit.
+
+        Nothing is appended to a call that has failed. Its requests may still be running, because
+        they are cancelled one after another.
+        """
+        if self._error is not None:
+            return
         self._unread.append(answer)
         self._num_unread += len(answer.tokens)
         self._max_unread += len(answer.tokens)
         self._wake_reader()
 
     def push(self, delta: Delta) -> None:
-        """Append new tokens without waiting; fail the call if too many are unread."""
+        """Append new tokens without waiting; fail the call if too many are unread.
+
+        Nothing is appended to a call that has failed (see `push_final`).
+        """
+        if self._error is not None:
+            return
         self._unread.append(delta)
         self._num_unread += len(delta.tokens)
         self._wake_reader()

@@ -54,15 +54,15 @@ def strict_form(
         ServingError: INVALID if the schemas are too long.
     """
     names, _, schemas = calls.decode().partition("\n")
-    grammar = grammar_of(from_json(names))
-    if grammar is None:
-        return None
     if not schemas.startswith("["):
         raise invalid(
             f"the parameters of tools with 'strict' have {schemas} bytes as JSON; at most "
             f"{MAX_BYTES} are allowed",
             "tools",
         )
+    grammar = grammar_of(from_json(names))
+    if grammar is None:
+        return None
     notation = _dumps(asdict(grammar.notation))
     # The schemas are not parsed, because that would hold the event loop for milliseconds.
     text = (

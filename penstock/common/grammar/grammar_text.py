@@ -66,6 +66,9 @@ def check_structured_outputs(wanted: StructuredOutputs) -> None:
         InvalidParameterError: the constraint is invalid or not supported. The message names the
             keyword of the schema with its path, or the line of the grammar.
     """
+    form = form_after_reasoning(wanted)
+    if form is not wanted and form.kind == "grammar":
+        check_structured_outputs(form)  # alone, it cannot refer to the grammar around it
     grammar = grammar_text(wanted)
     is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=parser_limits())
     if is_error:
