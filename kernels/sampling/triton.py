@@ -49,6 +49,7 @@ def _threshold_kernel(
     values,
     counts,
     tops,
+    totals,
     bounds,
     floors,  # [R] float32: logits / temperature below this value are excluded
     centres,  # [R] float32: middle of the range of logits / temperature that typical_p keeps
@@ -68,11 +69,15 @@ def _threshold_kernel(
     fraction, limit = tl.load(top_p + row), tl.load(top_k + row)
     low, high = key_of(tl.load(bounds + row)), key_of(top)
     if count > 0:
+        # Without top-k, the candidates are only the tokens that top-p may keep. Therefore
+        # `total` also includes the other tokens.
+        total = tl.load(totals + row)
         if (limit > 0) & (limit < vocab_size):
             target = limit.to(tl.float32)
             low = kth_largest_key(values, count, low, high, target, top, top, top, "rank", TILE)
+            total = _mass_from(values, count, top, value_of(low), TILE)
         if fraction < 1:
-            target = fraction * _mass_from(values, count, top, value_of(low), TILE)
+            target = fraction * total
             low = kth_largest_key(values, count, low, high, target, top, top, top, "mass", TILE)
     floor = tl.maximum(value_of(low), min_p_floor(tl.load(min_p + row), top))
     tl.store(floors + row, floor)
@@ -269,6 +274,7 @@ def thresholds(
         near.values,
         near.counts,
         near.tops,
+        near.totals,
         near.bounds,
         floors,
         centres,

@@ -155,6 +155,8 @@ def _compact_kernel(
     tokens,  # [R, V] int32: candidates' token ids; not written without TOKENS
     counts,  # [R] int32: number of candidates; 0 if no filter but min_p applies
     tops,  # [R] float32: the largest logit / temperature
+    # [R] float32: sum of exp(logit / temperature - top) over all tokens; 0 if `counts` is 0
+    totals,
     bounds,  # [R] float32: no filter keeps a token whose logit / temperature is lower
     logits_stride,
     vocab_size,
@@ -173,6 +175,7 @@ def _compact_kernel(
     top = tl.max(segment_top, axis=0)
     tl.store(tops + row, top)
     tl.store(counts + row, 0)
+    tl.store(totals + row, 0.0)
     tl.store(bounds + row, float("-inf"))
     heat, limit = tl.load(temperature + row), tl.load(top_k + row)
     fraction = tl.load(top_p + row)
@@ -183,6 +186,7 @@ def _compact_kernel(
 
     sums = tl.load(segment_sum + own, mask=number < num_segments, other=0.0)
     total = tl.sum(tl.where(sums > 0, sums * tl.exp(segment_top - top), 0.0), axis=0)
+    tl.store(totals + row, total)
     num_subs = num_segments * (SEGMENT // SUB)
     subs = sub_max + row * num_subs
     low, high = tl.full((), -2139095041, tl.int64), key_of(top)
@@ -241,6 +245,8 @@ class Candidates:
     tokens: Tensor  # [R, V] int32: token ids; [R, 0] if they were not requested
     counts: Tensor  # [R] int32: number of candidates; 0 if no filter needs candidates
     tops: Tensor  # [R] float32: the largest logit / temperature
+    # [R] float32: sum of exp(logit / temperature - top) over all tokens; 0 if `counts` is 0
+    totals: Tensor
     bounds: Tensor  # [R] float32: lowest value of logit / temperature that filters may keep
 
 
@@ -292,6 +298,7 @@ def compact(
         logits.new_empty(num_rows, dtype=torch.int32),
         logits.new_empty(num_rows),
         logits.new_empty(num_rows),
+        logits.new_empty(num_rows),
     )
     launch(
         _compact_kernel,
@@ -309,6 +316,7 @@ def compact(
         near.tokens,
         near.counts,
         near.tops,
+        near.totals,
         near.bounds,
         logits.stride(0),
         vocab_size,

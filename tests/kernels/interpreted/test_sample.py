@@ -1,5 +1,6 @@
 """The Triton kernels of sampling: noise as on the CPU, correct filters, independent rows."""
 
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -137,6 +138,35 @@ def test_typical_p_matches_the_reference(device: torch.device, typical_p: float)
     expected = typical_p_reference(
         top_k_top_p_min_p_reference(logits, filters), torch.full((3,), typical_p)
     )
+    assert int((found != (expected > -torch.inf)).sum(-1).max()) <= 1
+
+
+def test_combined_filters_match_the_reference_if_likely_tokens_are_far_apart(
+    device: torch.device,
+) -> None:
+    """Compare the tokens that all combinations of filters keep, for a Zipf distribution.
+
+    The likely tokens are in different sub-blocks, so nearly all candidates are their sub-block's
+    maximum, and the bound of `_compact_kernel` is tight.
+    """
+    vocab_size = 12_321
+    rows: list[Row] = [
+        (1.0, top_k, top_p, min_p, typical_p)
+        for top_k, top_p, min_p, typical_p in product((0, 50), (1.0, 0.9), (0.0, 0.002), (1.0, 0.9))
+    ]
+    generator = torch.Generator().manual_seed(8)
+    by_rank = torch.arange(1, vocab_size + 1).log() * -1.8
+    orders = [torch.randperm(vocab_size, generator=generator) for _ in rows]
+    logits = torch.stack([by_rank[order] for order in orders])
+    params = sampling_tensors(rows, device)
+    with poisoned_memory():
+        found = kept(logits.to(device), params).cpu()
+    top_k, top_p, min_p, typical_p = (
+        each.cpu() for each in (params.top_k, params.top_p, params.min_p, params.typical_p)
+    )
+    expected = top_k_top_p_min_p_reference(logits, FilterParams(top_k, top_p, min_p))
+    filtered = typical_p < 1
+    expected[filtered] = typical_p_reference(expected[filtered], typical_p[filtered])
     assert int((found != (expected > -torch.inf)).sum(-1).max()) <= 1
 
 
