@@ -140,7 +140,7 @@ class TiledPlan:
         _copy(work.merges, layout.work.merges)
 
     def _layout(self, query: Tensor, layer: Tensor, head_dim: int) -> Layout:
-        few, chunk = self._tiles(query, layer)
+        few, chunk = self._tiles(query, layer, is_mla=query.shape[2] > head_dim)
         shape = _work_shape(query, layer, head_dim, few, chunk)
         device = query.device
         work = self.work(self.lengths, shape)
@@ -155,15 +155,15 @@ class TiledPlan:
         on_device = DeviceWork(*(_put(each, device) for each in arrays))
         return Layout(shape, few, chunk, on_device, work.in_order, merge_tokens, num_rows, prefix)
 
-    def _tiles(self, query: Tensor, layer: Tensor) -> tuple[Tiles, Tiles]:
+    def _tiles(self, query: Tensor, layer: Tensor, is_mla: bool) -> tuple[Tiles, Tiles]:
         """Return the tile sizes for sequences with few query rows and the tile sizes for chunks."""
         chip, width = device_info(query), power_of_2(query.shape[2])
         if self.one_path:
-            fixed = batch_invariant_tiles(chip, width, query.itemsize, layer.itemsize)
+            fixed = batch_invariant_tiles(chip, width, query.itemsize, layer.itemsize, is_mla)
             return fixed, fixed
         group = query.shape[1] // layer.shape[2]
-        few = split_kv_tiles(chip, width, query.itemsize, group, layer.itemsize)
-        return few, chunk_tiles(chip, width, query.itemsize, layer.itemsize)
+        few = split_kv_tiles(chip, width, query.itemsize, group, layer.itemsize, is_mla)
+        return few, chunk_tiles(chip, width, query.itemsize, layer.itemsize, is_mla)
 
     def _prefix(self, num_tokens: int, first_row: int, shape: WorkShape) -> Prefix:
         device = self.batch.tables.device

@@ -1,15 +1,21 @@
 """Cases in which `make aot` compiles the kernels of `kernels/attention` ahead of time."""
 
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import torch
 
-from penstock.kernels.attention.op import paged_attention, plan_attention
+from penstock.kernels.attention.op import (
+    paged_attention,
+    plan_attention,
+    plan_attention_on_device,
+)
 from penstock.kernels.attention.score_mod import PLAIN, ScoreMod
+from penstock.kernels.attention.triton_plan import TiledPlanner
 from penstock.kernels.checks import E4M3
 from penstock.kernels.kv_cache.format import format_of
-from tests.aot.case import AotCase, meta
+from tests.aot.case import CHIPS, SM_89, AotCase, meta
 
 
 def aot_cases() -> Iterator[AotCase]:
@@ -32,6 +38,21 @@ def aot_cases() -> Iterator[AotCase]:
         ("attend_kernel",),
         ("attend_kernel",),
     )
+    yield from _wide_cases()
+
+
+def _wide_cases() -> Iterator[AotCase]:
+    """Yield cases with a head size of 512."""
+    bf16, float32, name = torch.bfloat16, torch.float32, "gemma 4, global layers"
+    kernels = ("attend_kernel",)
+    # On sm_89, the kernels of two cases spill 16 bytes. These cases are not compiled for it.
+    others = tuple(chip for chip in CHIPS if chip is not SM_89)
+    yield AotCase(name, partial(_call_wide, bf16, bf16), kernels, kernels)
+    yield AotCase(f"{name}, fp8 cache", partial(_call_wide, bf16, E4M3), kernels)
+    one_path = partial(_call_wide, bf16, bf16, one_path=True)
+    yield AotCase(f"{name}, one path", one_path, kernels, chips=others)
+    yield AotCase(f"{name}, fp32", partial(_call_wide, float32, float32), chips=others)
+    yield AotCase(f"{name}, fp32, int8 cache", partial(_call_wide, float32, torch.int8))
 
 
 def _case(
@@ -78,3 +99,15 @@ def _call_with_prefix() -> None:
     starts, contexts = np.arange(65, dtype=np.int32), np.full(64, 1100, np.int32)
     plan = plan_attention(starts, contexts, np.zeros((64, 69), np.int32), layer, use_cascade=True)
     paged_attention(query, layer, plan)
+
+
+def _call_wide(dtype: torch.dtype, cached: torch.dtype, one_path: bool = False) -> None:
+    """Compute attention for a head size of 512. Only plans on the device support this size."""
+    layer = meta(2, 1024, 4, 16, format_of(cached).slot_elements(512), dtype=cached)
+    planner = TiledPlanner(one_path)
+    starts, contexts = np.array([0, 1, 513]), np.array([4096, 4096])
+    planner.prepare(starts, contexts, is_captured=False)
+    device_starts, device_contexts = meta(3, dtype=torch.int32), meta(2, dtype=torch.int32)
+    tables = meta(2, 256, dtype=torch.int32)
+    plan = plan_attention_on_device(device_starts, device_contexts, tables, layer, planner, 4096)
+    paged_attention(meta(513, 32, 512, dtype=dtype), layer, plan)

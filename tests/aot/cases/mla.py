@@ -17,10 +17,16 @@ def aot_cases() -> Iterator[AotCase]:
     yield AotCase("deepseek v3", lambda: _call(128, 512), kernels, kernels)
     products = ("attend_kernel", "_matmul_kernel")
     yield AotCase("deepseek v3, one path", lambda: _call(16, 512, True), products)
+    float32 = torch.float32
+    yield AotCase("deepseek v3, tp 8, fp32", lambda: _call(16, 512, dtype=float32))
+    yield AotCase("deepseek v3, fp32", lambda: _call(128, 1, dtype=float32))
+    yield AotCase("deepseek v3, fp32, one path", lambda: _call(16, 512, True, float32))
 
 
-def _call(num_heads: int, max_query: int, one_path: bool = False) -> None:
-    layer, up = meta(1, 1024, 1, 64, 576), meta(num_heads, 256, 512)
+def _call(
+    num_heads: int, max_query: int, one_path: bool = False, dtype: torch.dtype = torch.bfloat16
+) -> None:
+    layer, up = meta(1, 1024, 1, 64, 576, dtype=dtype), meta(num_heads, 256, 512, dtype=dtype)
     starts, contexts = meta(33, dtype=torch.int32), meta(32, dtype=torch.int32)
     tables = meta(32, 64, dtype=torch.int32)
     planner = TiledPlanner(one_path)
@@ -28,4 +34,5 @@ def _call(num_heads: int, max_query: int, one_path: bool = False) -> None:
     lengths[-1] = max_query
     planner.prepare(np.cumsum([0, *lengths]), np.full(32, 4096), is_captured=False)
     plan = plan_mla_on_device(starts, contexts, tables, layer, 512, planner, 4096)
-    mla_attention(meta(int(lengths.sum()), num_heads, 192), layer, up, plan, 0.1)
+    query = meta(int(lengths.sum()), num_heads, 192, dtype=dtype)
+    mla_attention(query, layer, up, plan, 0.1)
