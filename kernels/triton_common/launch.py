@@ -73,7 +73,7 @@ class DeviceInfo:
     @property
     def converts_e4m3(self) -> bool:
         """True if Triton converts to float8_e4m3fn correctly on this device."""
-        return self.is_cuda and self.name not in ("sm_80", "sm_86")
+        return self.capability >= 89
 
     @property
     def multiplies_int8(self) -> bool:

@@ -1,0 +1,19 @@
+"""`DeviceInfo`: the conversions and products that kernels may use on a device."""
+
+import pytest
+
+from penstock.kernels.triton_common.launch import DeviceInfo
+
+KB = 1 << 10
+
+
+@pytest.mark.parametrize(
+    ("name", "converts"),
+    [
+        *(("sm_75", False), ("sm_80", False), ("sm_86", False), ("sm_87", False)),
+        *(("sm_89", True), ("sm_90", True), ("sm_100", True), ("sm_120", True)),
+        *(("gfx942", False), ("interpreter", False)),
+    ],
+)
+def test_only_devices_from_capability_89_on_convert_e4m3(name: str, converts: bool) -> None:
+    assert DeviceInfo(name, 64 * KB).converts_e4m3 is converts
