@@ -77,8 +77,11 @@ class DeviceInfo:
 
     @property
     def multiplies_int8(self) -> bool:
-        """True if the device has tensor cores that multiply int8 matrices."""
-        return self.capability >= 75 or self.name in ("gfx942", "interpreter")
+        """True if Triton multiplies int8 matrices on this device's tensor cores.
+
+        Compute capability 7.5 has such tensor cores, but Triton does not compile for them.
+        """
+        return self.capability >= 80 or self.name in ("gfx942", "interpreter")
 
     @property
     def multiplies_e4m3(self) -> bool:

@@ -17,3 +17,14 @@ KB = 1 << 10
 )
 def test_only_devices_from_capability_89_on_convert_e4m3(name: str, converts: bool) -> None:
     assert DeviceInfo(name, 64 * KB).converts_e4m3 is converts
+
+
+@pytest.mark.parametrize(
+    ("name", "multiplies"),
+    [
+        *(("sm_75", False), ("sm_80", True), ("sm_87", True), ("sm_120", True)),
+        *(("gfx942", True), ("gfx90a", False), ("interpreter", True)),
+    ],
+)
+def test_int8_products_need_capability_80(name: str, multiplies: bool) -> None:
+    assert DeviceInfo(name, 64 * KB).multiplies_int8 is multiplies
