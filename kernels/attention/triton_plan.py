@@ -67,11 +67,13 @@ class TiledPlan:
     lengths: Lengths
     window: int = 0
     # Length of the shared prefix, a multiple of SPLIT; 0 unless every sequence has one query token.
+    # With ALiBi slopes, it is not used.
     prefix: int = 0
     one_path: bool = False  # True: results are batch-invariant; this requires `prefix` = 0
     # longest context of all steps of the CUDA graph that captures this step; 0 if there is no graph
     max_context: int = 0
-    layouts: dict[tuple[int, int, int], Layout] = field(default_factory=dict)
+    # (query heads, KV heads, features of a query, prefix) -> layout
+    layouts: dict[tuple[int, int, int, int], Layout] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -119,10 +121,13 @@ class TiledPlan:
         out = torch.empty(shape, dtype=query.dtype, device=query.device)
         if not out.numel():
             return out
-        key = (query.shape[1], layer.shape[2], query.shape[2])
+        # The launch for a shared prefix treats all tokens as one sequence, so its distances between
+        # queries and keys are wrong. ALiBi slopes depend on these distances.
+        plan = self if scores.slopes is None else replace(self, prefix=0)
+        key = (query.shape[1], layer.shape[2], query.shape[2], plan.prefix)
         layout = self.layouts.get(key)
         if layout is None:
-            layout = self.layouts[key] = self._layout(query, layer, shape[2])
+            layout = self.layouts[key] = plan._layout(query, layer, shape[2])
         AttentionCall(query, layer, scores, out, self.window, tail, self.one_path).run(
             self.batch, layout
         )

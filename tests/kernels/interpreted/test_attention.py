@@ -30,6 +30,7 @@ from tests.support.attention import (
     compare,
     exactly,
     make_case,
+    shared_batch,
     small_tiles,
 )
 from tests.support.batches import Batch
@@ -144,6 +145,20 @@ def test_one_path_over_codes_with_scales(name: str) -> None:
 @pytest.mark.parametrize("sinks", [None, SINKS])
 def test_a_shared_prefix_is_read_once(sinks: Tensor | None) -> None:
     check_prefix(11, 80, [97, 81, 130], 64, ScoreMod(sinks=sinks))
+
+
+def test_alibi_slopes_are_correct_with_a_shared_prefix() -> None:
+    check_prefix(11, 80, [97, 81, 130], 64, ScoreMod(slopes=SLOPES))
+
+
+def test_a_plan_with_a_shared_prefix_computes_layers_with_and_without_alibi_slopes() -> None:
+    batch, num_blocks = shared_batch(11, 80, [97, 81, 130])
+    query, layer = torch.randn(11, 3, 16), torch.randn(2, num_blocks, 1, 16, 16)
+    with small_tiles():
+        plan = plan_attention(*batch, layer, use_cascade=True)
+        for scores in (PLAIN, ScoreMod(slopes=SLOPES), PLAIN):
+            found = paged_attention(query, layer, plan, scores)
+            compare(found, exactly(query, layer, batch, 0, scores))
 
 
 @pytest.mark.parametrize(
