@@ -84,7 +84,9 @@ def test_logits_are_those_of_the_dequantized_weights(tmp_path: Path) -> None:
 
 def test_engine_serves_the_checkpoint(tmp_path: Path) -> None:
     make_gpt_oss(tmp_path)
-    config = WorkerConfig("w", tmp_path, kv_cache_mib=1, max_sequences=8, max_batched_tokens=32)
+    config = WorkerConfig(
+        "w", tmp_path, kv_cache_mib=1, max_model_len=128, max_sequences=8, max_batched_tokens=32
+    )
     Engine(config).warm_up()
 
 
