@@ -24,6 +24,7 @@ from penstock.router.api.http import (
     read_body,
 )
 from penstock.router.api.live import LiveStreams
+from penstock.router.api.openai.json_fragments import array
 from penstock.router.api.openai.routes import HTTP_HANDLERS, OpenAiApi
 from penstock.router.api.page import page_files, page_routes
 from penstock.router.errors import invalid
@@ -225,7 +226,7 @@ def _status_fragments(state: ClusterState) -> Iterator[str]:
     for number, field in enumerate(fields(state)):
         yield f"{',' if number else '{'}{dumps(field.name)}:"
         if field.name == "workers":
-            yield from _joined("[", (dumps(_worker_json(each)) for each in state.workers), "]")
+            yield from array(dumps(_worker_json(each)) for each in state.workers)
         else:
             yield dumps(getattr(state, field.name))
     yield "}"
@@ -233,16 +234,10 @@ def _status_fragments(state: ClusterState) -> Iterator[str]:
 
 def _steps_fragments(found: Mapping[str, StepColumns]) -> Iterator[str]:
     """Yield the step records of workers as JSON, with one worker per fragment."""
-    records = (f"{dumps(worker)}:{dumps(steps)}" for worker, steps in found.items())
-    return _joined("{", records, "}")
-
-
-def _joined(start: str, fragments: Iterable[str], end: str) -> Iterator[str]:
-    """Yield fragments with commas between them."""
-    yield start
-    for number, fragment in enumerate(fragments):
-        yield f",{fragment}" if number else fragment
-    yield end
+    yield "{"
+    for number, (worker, steps) in enumerate(found.items()):
+        yield f"{',' if number else ''}{dumps(worker)}:{dumps(steps)}"
+    yield "}"
 
 
 def _worker_json(worker: WorkerState) -> Json:

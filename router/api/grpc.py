@@ -52,9 +52,6 @@ from penstock.router.requests.text_decoding import encoded_texts
 SERVICE = "penstock.v1.Inference"
 TOKENS_PER_SLICE = 16 << 10
 """Number of token ids that are serialized without a pause."""
-LOGPROBS_PER_SLICE = 256
-"""Number of prompt tokens whose log probabilities are freed without a pause."""
-
 IS_CHECKED: ContextVar[bool] = ContextVar("is_checked", default=False)
 """Whether a helper process has checked the message of the current call, which has its own task."""
 
@@ -169,9 +166,7 @@ class InferenceApi:
             answers.close()
             trailer = self._explainer.trailer(answers.numbers[0], generation_request.request_id)
             context.set_trailing_metadata(trailer)
-            slices = Slices()
-            while answers.free_prompt_logprobs(LOGPROBS_PER_SLICE):
-                await slices.pause()
+            await answers.release_prompt_logprobs()
 
     async def explain(self, request: pb.ExplainRequest, context: Context) -> pb.ExplainReply:
         """Explain a request of the caller; an operator sees the requests of all tenants."""

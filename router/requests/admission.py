@@ -80,33 +80,24 @@ class RequestAdmission:
         """
         self.num_pending += len(requests)
         try:
-            return await self._admit_call(requests, stream, model, now)
+            bounds = self._config.bounds
+            check_sizes(CallSizes(prompts=len(requests)), bounds)
+            slices = Slices()
+            params: list[SamplingParams] = []
+            shared: SamplingParams | None = None  # the last validated parameters
+            for each in requests:
+                is_valid, shared = each.sampling is shared, each.sampling
+                params.append(_resolve(each, len(requests), model, bounds, is_valid))
+                await slices.pause()
+            check_cost(requests, params, bounds)
+            await self._checker.check(requests)
+            params = await _with_encoded_lists(requests, params, slices)
+            return [
+                await self._admit(generation, one, index, stream, model, now, slices)
+                for index, (generation, one) in enumerate(zip(requests, params, strict=True))
+            ]
         finally:
             self.num_pending -= len(requests)
-
-    async def _admit_call(
-        self,
-        requests: Sequence[GenerationRequest],
-        stream: ResponseStream,
-        model: ModelLimits,
-        now: float,
-    ) -> list[tuple[ev.Request, RequestOutput]]:
-        bounds = self._config.bounds
-        check_sizes(CallSizes(prompts=len(requests)), bounds)
-        slices = Slices()
-        params: list[SamplingParams] = []
-        shared: SamplingParams | None = None  # the last validated parameters
-        for each in requests:
-            is_valid, shared = each.sampling is shared, each.sampling
-            params.append(_resolve(each, len(requests), model, bounds, is_valid))
-            await slices.pause()
-        check_cost(requests, params, bounds)
-        await self._checker.check(requests)
-        params = await _with_encoded_lists(requests, params, slices)
-        return [
-            await self._admit(generation, one, index, stream, model, now, slices)
-            for index, (generation, one) in enumerate(zip(requests, params, strict=True))
-        ]
 
     async def _admit(
         self,

@@ -1,10 +1,10 @@
 """Best-of ranking: returns only the most likely choices of a request."""
 
-import asyncio
 import time
 from collections import deque
 from dataclasses import replace
 
+from penstock.router.requests.call_once import CallOnce
 from penstock.router.requests.response_stream import AnswerBuilder, Delta
 from penstock.router.requests.slices import SLICE_SECONDS
 
@@ -73,12 +73,12 @@ class RankerReleaser:
 
     def __init__(self) -> None:
         self._rankers: deque[BestOfRanker] = deque()
+        self._free_soon = CallOnce(self._free_some)
 
     def release(self, ranker: BestOfRanker) -> None:
         """Free a ranker that is no longer used, in later callbacks of the event loop."""
         self._rankers.append(ranker)
-        if len(self._rankers) == 1:
-            asyncio.get_running_loop().call_soon(self._free_some)
+        self._free_soon.schedule()
 
     def _free_some(self) -> None:
         began = time.perf_counter()
@@ -86,4 +86,4 @@ class RankerReleaser:
             if not self._rankers[0].free(TOKENS_PER_STEP):
                 self._rankers.popleft()
         if self._rankers:
-            asyncio.get_running_loop().call_soon(self._free_some)
+            self._free_soon.schedule()

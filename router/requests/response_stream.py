@@ -8,9 +8,13 @@ from typing import Protocol, Self
 
 from penstock.protos import worker_pb2
 from penstock.router.errors import Code, ServingError
+from penstock.router.requests.slices import Slices
 
 MAX_MERGED_TOKENS = 128
 """Maximum number of tokens in a merged delta; with 20 logprobs each, it takes 10 ms to send."""
+
+LOGPROBS_PER_SLICE = 256
+"""Number of prompt tokens whose logprobs are freed between two looks at the clock."""
 
 
 class ClientDisconnectedError(Exception):
@@ -219,6 +223,12 @@ class ResponseStream:
             if logprobs:
                 self.prompt_logprobs[index] = logprobs
         return bool(self.prompt_logprobs)
+
+    async def release_prompt_logprobs(self) -> None:
+        """Free the prompt logprobs in slices. Freeing 40,000 of them takes 13 ms."""
+        slices = Slices()
+        while self.free_prompt_logprobs(LOGPROBS_PER_SLICE):
+            await slices.pause()
 
     def close(self) -> None:
         """End the call and cancel all open requests."""

@@ -168,8 +168,8 @@ class RequestTable:
         return self._queue.select(now, prefill_capacity(views, self._registry.tpot_slo_seconds))
 
     def busy_since(self, view: WorkerView) -> float | None:
-        """Return the time since which a worker has runnable work, or None (see `busy_since`)."""
-        return busy_since(view.name, [self.states[request] for request in view.requests])
+        """Return since when a worker has runnable work, or None (see `runnable_since`)."""
+        return runnable_since(view.name, [self.states[request] for request in view.requests])
 
     def short_of(self) -> Collection[str]:
         """Return the roles that have no worker with room for the next queued request."""
@@ -280,7 +280,7 @@ class RequestTable:
                 assert view.name in self._holders[request], "the worker does not hold the request"
 
 
-def busy_since(worker: str, states: Sequence[RequestState]) -> float | None:
+def runnable_since(worker: str, states: Sequence[RequestState]) -> float | None:
     """Return the time since which a worker has had runnable work, or None if it has none.
 
     Work that waits for a KV transfer or for another worker is not runnable. The result is None

@@ -404,7 +404,7 @@ async def test_prompt_logprobs_are_sent_before_the_answer(
 async def test_prompt_logprobs_are_freed_in_parts_at_the_end_of_a_call(
     channel: grpc.aio.Channel, sentence_served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.router.api.grpc.LOGPROBS_PER_SLICE", 2)
+    monkeypatch.setattr("penstock.router.requests.response_stream.LOGPROBS_PER_SLICE", 2)
     left: list[int] = []
     original = ResponseStream.free_prompt_logprobs
 
