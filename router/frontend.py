@@ -193,7 +193,7 @@ class Frontend:
                 self._requests.open(request, output, now)
                 output.deliver_finished_before()
                 self.post(ev.RequestArrived(request))
-                self.metrics.accepted(request.id)  # unless the queue has refused it
+                self.metrics.accepted(request.id)  # does nothing if the queue refused it
                 await slices.pause()
         except BaseException:
             answers.close()

@@ -117,7 +117,8 @@ class ActorHandle:
             return await getattr(self._actor, method).remote(*arguments)
         except RayTaskError:
             raise
-        # Not only `RayActorError`: Ray's memory monitor, for example, causes an `OutOfMemoryError`.
+        # `RayActorError` is not enough: if Ray's memory monitor has killed the process, Ray raises
+        # `OutOfMemoryError`.
         except RayError:
             return None
 

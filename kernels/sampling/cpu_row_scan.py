@@ -47,7 +47,7 @@ def _scan_row(row: Floats) -> tuple[Any, Any, Any]:
 
     Returns:
         The index of the largest element (the first one on ties), this element, and the bits of the
-        largest magnitude. If the row contains NaN, only the last value is defined.
+        largest magnitude. If the row contains NaN, the first two values are meaningless.
     """
     best, best_at, magnitude = np.float32(-np.inf), 0, np.int32(0)
     for begin in range(0, len(row), _PIECE):

@@ -55,7 +55,7 @@ def scan_rows_reference(logits: Tensor) -> RowScan:
     largest = values[np.arange(len(values)), tokens]  # NaN if the row contains NaN
     with np.errstate(over="ignore", invalid="ignore"):
         finite = np.isfinite(values.sum(-1))
-    if not finite.all():  # the sum of finite elements may be infinite
+    if not finite.all():  # the sum may overflow although all elements are finite
         finite = np.isfinite(values).all(-1)
     return RowScan(tokens, finite, np.isfinite(largest))
 

@@ -296,12 +296,12 @@ def tenant_metrics(state: ClusterState) -> Iterator[Metric]:
 
 
 def gauge(name: str, about: str, labels: Sequence[str], samples: Samples) -> Iterator[Metric]:
-    """Yield the fragments of a gauge with help text `about`."""
+    """Yield a gauge in fragments, each with some of its samples. `about` is its help text."""
     return _fragments(lambda: GaugeMetricFamily(name, about, labels=labels), samples)
 
 
 def counter(name: str, about: str, labels: Sequence[str], samples: Samples) -> Iterator[Metric]:
-    """Yield the fragments of a counter with help text `about`."""
+    """Yield a counter in fragments, each with some of its samples. `about` is its help text."""
     return _fragments(lambda: CounterMetricFamily(name, about, labels=labels), samples)
 
 
@@ -311,7 +311,7 @@ def histogram(
     labels: Sequence[str],
     samples: Iterable[tuple[Sequence[str], HistogramSample]],
 ) -> Iterator[Metric]:
-    """Yield the fragments of a histogram with help text `about`."""
+    """Yield a histogram in fragments, each with some of its samples. `about` is its help text."""
     buckets = (
         (values, _buckets(bounds, counts), total) for values, (bounds, counts, total) in samples
     )

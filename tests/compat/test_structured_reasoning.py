@@ -47,7 +47,7 @@ class Model:
         self.served.worker.answer = lambda prompt: tokens
 
     def form(self) -> tuple[str, str]:
-        """Return the constraint of the newest request to the worker."""
+        """Return kind and text of the constraint in the last request that the worker got."""
         form = self.served.worker.submits[-1].params.structured_outputs
         return form.kind, form.text
 

@@ -86,7 +86,7 @@ class Model:
         return self.read(self.matcher(prompt, functions, is_parallel), text)
 
     def form_matcher(self, prompt: str, form: StructuredOutputs) -> Matcher:
-        """Return a matcher for answers to a prompt whose content must have a form."""
+        """Return a matcher for answers whose content, after any reasoning, satisfies `form`."""
         tokens = self.tokenizer.encode(prompt, add_special_tokens=False)
         return self.vocabulary.compile(self.parsers.answer_form(tokens, form)).matcher()
 

@@ -114,8 +114,8 @@ class WaitingQueue:
     def __init__(self) -> None:
         self.num_tokens = 0  # tokens to compute, over all waiting sequences
         self._heap: list[tuple[int, SequenceState]] = []
-        # For the arrival number of each waiting sequence, the tokens that `num_tokens` counts. The
-        # sequence may have fewer tokens to compute once a choice of it has been dropped.
+        # Tokens that `num_tokens` counts for each waiting sequence, by its arrival number. After a
+        # choice of the sequence was dropped, fewer tokens are left to compute.
         self._waiting: dict[int, int] = {}
 
     def __len__(self) -> int:

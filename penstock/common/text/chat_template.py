@@ -141,9 +141,10 @@ def _append(message: Mapping[str, Any], text: str) -> Mapping[str, Any]:
 
 
 def _branches(template: jinja2.nodes.Template) -> tuple[jinja2.nodes.Template, ...]:
-    """Return the parts of a template for chats with tools and for chats without tools.
+    """Return the parts of a template that render chats with tools and chats without tools.
 
-    They differ if the whole template is one condition, as in `named_templates.join_templates`.
+    If the template is not a single condition on `tools` (as `named_templates.join_templates` makes
+    it), both parts are the whole template.
     """
     match template.body:
         case [jinja2.nodes.If(test=jinja2.nodes.Name(name="tools"), elif_=[]) as whole]:

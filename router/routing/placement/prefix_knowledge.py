@@ -47,7 +47,8 @@ class PrefixKnowledge:
 
     def computed(self, request: int, now: float) -> None:
         """Record that a prompt has been computed, so that its worker now reports the blocks."""
-        # Each record is ended once, so this removes records at least as fast as they are added.
+        # This method is called for every record, and `expire` removes several records per call, so
+        # records cannot accumulate.
         self._recent.expire(now)
         self._recent.end(request, now)
 

@@ -102,7 +102,7 @@ def _call_with_prefix() -> None:
 
 
 def _call_wide(dtype: torch.dtype, cached: torch.dtype, one_path: bool = False) -> None:
-    """Compute attention for a head size of 512. Only plans on the device support this size."""
+    """Compute attention for a head size of 512, which only plans on the device support."""
     layer = meta(2, 1024, 4, 16, format_of(cached).slot_elements(512), dtype=cached)
     planner = TiledPlanner(one_path)
     starts, contexts = np.array([0, 1, 513]), np.array([4096, 4096])

@@ -109,7 +109,7 @@ def test_bits_over_an_int8_cache_do_not_depend_on_chunking(
 def test_chunks_of_long_contexts(
     name: str, max_scores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The values of a context are multiplied in chunks of 512 positions at most."""
+    """Weights and values are multiplied in chunks of at most 512 positions of the context."""
     monkeypatch.setattr(cpu_plan, "MAX_SCORES", max_scores)
     batch, num_blocks = make_batch([(40, 1100), (1, 700), (70, 600)], 16, seed=4)
     layer = cache_of(torch.randn(2, num_blocks, 2, 16, 64), FORMATS[name], batch)
