@@ -98,6 +98,7 @@ def worker_config(
         kv_cache_mib=pool.kv_cache_mib,
         max_sequences=pool.max_sequences,
         max_batched_tokens=pool.max_batched_tokens,
+        tpot_slo_seconds=spec.engine.tpot_slo_seconds,
         max_model_len=spec.model.max_model_len,
         threads=placement.threads,
         max_threads=placement.max_threads,

@@ -64,6 +64,8 @@ class WorkerConfig:
     max_batched_tokens: int | None = None  # token budget of one step
     max_model_len: int | None = None
     max_queued: int = 1024
+    # Limit of the time between two tokens of an answer, in seconds; 0 means no limit.
+    tpot_slo_seconds: float = 0.0
     threads: int | None = None  # number of torch threads on a CPU
     # Number of threads while no other worker on this machine computes; None: always `threads`.
     max_threads: int | None = None
@@ -105,6 +107,8 @@ class WorkerConfig:
         for name in (*sizes, "kv_cache_mib", "max_model_len", "threads", "max_threads"):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
+        if not self.tpot_slo_seconds >= 0:
+            raise ValueError(f"tpot_slo_seconds must be at least 0, not {self.tpot_slo_seconds}")
         num_ranks = Mesh(self.tp, self.pp, self.ep).num_ranks
         if not 0 <= self.rank < num_ranks:
             raise ValueError(

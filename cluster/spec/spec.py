@@ -101,8 +101,8 @@ class EngineSpec:
     )
     tpot_slo_seconds: float = knob(
         0.0,
-        "limit of the time per output token: a worker whose running answers would exceed the limit "
-        "computes no prompt that another worker can compute; 0: no limit",
+        "limit of the time per output token: while answers run, a worker computes only as many "
+        "prompt tokens in a step as the limit allows; 0: no limit",
         0,
         60,
     )

@@ -165,7 +165,7 @@ class RequestTable:
         """Return the next request to place, or None if no request can be placed now."""
         if not (self._registry.queues_at_router and len(self._queue)):
             return self._queue.head()
-        return self._queue.select(now, prefill_capacity(views, self._registry.tpot_slo_seconds))
+        return self._queue.select(now, prefill_capacity(views))
 
     def busy_since(self, view: WorkerView) -> float | None:
         """Return since when a worker has runnable work, or None (see `runnable_since`)."""

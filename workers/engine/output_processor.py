@@ -82,6 +82,7 @@ class OutputProcessor:
             num_generated = self._num_generated(sampled, output)
             self.times.add_tokens(totals.computed - num_computed + num_generated)
             self.times.record(step_work(plan))
+            self._batcher.state.budget.record(plan, seconds)
 
     def drain_events(self, result: StepResult) -> None:
         """Process the scheduler's events since the last call, and add them to `result`."""

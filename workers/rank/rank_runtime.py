@@ -290,6 +290,7 @@ def _limits(
         max_sequences=sizes.max_sequences,
         max_batched_tokens=sizes.max_batched_tokens,
         max_queued=config.max_queued,
+        tpot_slo_seconds=config.tpot_slo_seconds,
         static=config.static_batching,
         hash_key=config.hash_key,
         num_stages=config.pp,

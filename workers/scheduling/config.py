@@ -16,6 +16,8 @@ class SchedulerConfig:
     max_batched_tokens: int = 512  # token budget of a step
     max_queued: int = 1024  # maximum number of waiting sequences
     lease_fraction: float = 0.5  # largest fraction of the blocks under leases
+    # Limit of the time between two tokens of an answer; 0 means no limit. See `step_budget`.
+    tpot_slo_seconds: float = 0.0
     num_stages: int = 1  # pipeline stages; also the maximum number of steps in flight
     # Admission leaves this many blocks free for each sequence that is already in the batch.
     watermark: int = 1
@@ -43,6 +45,8 @@ class SchedulerConfig:
             raise ValueError(
                 f"forced_per_other_row must be at least 0, not {self.forced_per_other_row}"
             )
+        if not self.tpot_slo_seconds >= 0:
+            raise ValueError(f"tpot_slo_seconds must be at least 0, not {self.tpot_slo_seconds}")
         if self.max_queued < 0 or self.watermark < 0 or not 0 <= self.lease_fraction <= 1:
             raise ValueError(
                 f"max_queued ({self.max_queued}) and watermark ({self.watermark}) must be at least "

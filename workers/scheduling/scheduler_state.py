@@ -8,6 +8,7 @@ from penstock.workers.scheduling.in_flight import InFlightSteps
 from penstock.workers.scheduling.kv_pool import BlockPool
 from penstock.workers.scheduling.leases import Leases
 from penstock.workers.scheduling.running_batch import RunningBatch
+from penstock.workers.scheduling.step_budget import StepBudget
 from penstock.workers.scheduling.table import SequenceTable
 from penstock.workers.scheduling.waiting import WaitingQueue
 
@@ -42,6 +43,7 @@ class SchedulerState:
         self.table = table
         self.waiting = WaitingQueue()
         self.batch = RunningBatch(self.table, self.pool)
+        self.budget = StepBudget(limits, self.table, self.batch)
         self.leases = Leases(self.pool, int(limits.num_blocks * limits.lease_fraction))
         self.in_flight = InFlightSteps(self.batch)
         self.fast_path = DecodeFastPath(self.table, self.pool)

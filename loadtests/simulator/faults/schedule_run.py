@@ -200,7 +200,7 @@ class ScheduleRun:
             plan.token_seconds,
             plan.max_forced,
         )
-        shape = _worker_shape(plan, incarnation, self.schedule.same_machine)
+        shape = _worker_shape(plan, incarnation, self.schedule)
         worker = Worker(shape, executor, self.network, self._find, 4, self._fast_forwards)
         worker.reports_step_seconds = self.schedule.reports_step_seconds
         self._workers[name] = self._by_name[name, incarnation] = worker
@@ -322,7 +322,7 @@ class ScheduleRun:
         self.clock.after(RESTART_SECONDS, restart)
 
 
-def _worker_shape(plan: WorkerPlan, incarnation: str, same_machine: bool) -> WorkerShape:
+def _worker_shape(plan: WorkerPlan, incarnation: str, schedule: Schedule) -> WorkerShape:
     info = ev.WorkerInfo(
         worker=plan.name,
         incarnation=incarnation,
@@ -332,7 +332,7 @@ def _worker_shape(plan: WorkerPlan, incarnation: str, same_machine: bool) -> Wor
         num_blocks=plan.num_blocks,
         max_model_len=MAX_MODEL_LEN,
         max_sequences=plan.max_sequences,
-        machine="m" if same_machine else "",
+        machine="m" if schedule.same_machine else "",
         transfer=transfer_endpoint(plan.name, incarnation),
     )
     limits = SchedulerConfig(
@@ -344,6 +344,7 @@ def _worker_shape(plan: WorkerPlan, incarnation: str, same_machine: bool) -> Wor
         max_queued=plan.max_queued,
         hash_key=HASH_KEY,
         forced_per_other_row=plan.forced_per_other_row,
+        tpot_slo_seconds=schedule.tpot_slo_seconds,
     )
     pace = TransferTiming(write=plan.write_seconds, message_bytes=plan.message_blocks * BLOCK_BYTES)
     return WorkerShape(info, limits, BLOCK_BYTES, pace)

@@ -126,8 +126,7 @@ class Schedule:
     # Whether routers learn step times, which some placement decisions need.
     reports_step_seconds: bool
     same_machine: bool  # whether all workers share the cores of one machine
-    # Bound of the time per token; 0 means no bound. Workers that share cores divide prefill and
-    # decode among themselves only if there is a bound.
+    # SLO of the time per token, which limits the prompt tokens of a step; 0 means no SLO
     tpot_slo_seconds: float
     workers: tuple[WorkerPlan, ...]
     requests: tuple[RequestPlan, ...]

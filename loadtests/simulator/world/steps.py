@@ -189,6 +189,7 @@ class StepRunner:
         if len(plan.tokens) > len(plan.rows):
             self.prompt_seconds += seconds
         self.last_seconds = seconds
+        self._batcher.state.budget.record(plan, seconds)
         self._listener.on_steps(
             output, output.tokens[None], np.array([self._process.clock.now]), False
         )
@@ -235,6 +236,7 @@ class StepRunner:
             self.num_tokens += drawn.size
         self.busy_seconds = float(_sums(self.busy_seconds, seconds)[-1])
         self.last_seconds = float(seconds[-1])
+        self._batcher.state.budget.record(leap.plan, self.last_seconds)
         tokens = np.concatenate((output.tokens[None], drawn))
         self._listener.on_steps(output, tokens, ends, passed)
 

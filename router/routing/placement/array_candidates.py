@@ -121,8 +121,8 @@ class ArrayCandidates:
         return single if single is not None and self._fits(single) else None
 
     def sharing_worker(self) -> WorkerView | None:
-        live, tpot_slo = self._live_on_one_machine(), self._demand.tpot_slo_seconds
-        return self.prompt_worker("all") if ignores_roles(live, tpot_slo) else None
+        is_shared = ignores_roles(self._live_on_one_machine())
+        return self.prompt_worker("all") if is_shared else None
 
     def _live_on_one_machine(self) -> Sequence[WorkerView]:
         """Return the live workers if all share the cores of one machine, else an empty list."""

@@ -134,8 +134,7 @@ class ListCandidates:
         return None if single is None else next(iter(self._able([single])), None)
 
     def sharing_worker(self) -> WorkerView | None:
-        live, tpot_slo = self._groups["all"], self._demand.tpot_slo_seconds
-        return self.prompt_worker("all") if ignores_roles(live, tpot_slo) else None
+        return self.prompt_worker("all") if ignores_roles(self._groups["all"]) else None
 
     def colocated_worker(self, costs: DisaggregationPolicy) -> WorkerView | None:
         num_tokens = self._demand.num_tokens

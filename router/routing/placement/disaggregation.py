@@ -281,10 +281,14 @@ class DisaggregationPolicy:
         return rate.seconds_per_token(view.num_busy, is_shared, now, known)
 
 
-def on_one_machine(views: Sequence[WorkerView]) -> bool:
-    """Return whether all workers share the cores of one machine, and any of them may answer.
+def ignores_roles(views: Sequence[WorkerView]) -> bool:
+    """Return whether every worker should get prompts and answers, whatever its role is.
 
-    The result is False if an operator made one of the workers a prefill worker.
+    This holds if all workers share the cores of one machine, unless an operator made one of them a
+    prefill worker. Only workers with the same weights can exchange KV, so a prompt takes the same
+    work on every worker that could compute it, and a KV transfer takes time of the same cores. No
+    measured speed or transfer is therefore needed. Each worker keeps the SLO of the time per token
+    itself (`workers/scheduling/step_budget.py`).
     """
     machine = views[0].info.machine if views else ""
     return bool(machine) and not any(
@@ -292,30 +296,14 @@ def on_one_machine(views: Sequence[WorkerView]) -> bool:
     )
 
 
-def ignores_roles(views: Sequence[WorkerView], tpot_slo_seconds: float) -> bool:
-    """Return whether every worker should get prompts and answers, whatever its role is.
-
-    This holds if all workers share the cores of one machine. Only workers with the same weights can
-    exchange KV, so a prompt takes the same work on every worker that could compute it, and a KV
-    transfer takes time of the same cores. No measured speed or transfer is therefore needed. Only a
-    bound on the time per token is a reason to compute prompts on other workers than the answers.
-
-    Args:
-        views: the workers that may get requests.
-        tpot_slo_seconds: bound of the time per token of running answers; 0 means no bound.
-    """
-    return not tpot_slo_seconds and on_one_machine(views)
-
-
 def single_worker(views: Sequence[WorkerView], now: float) -> WorkerView | None:
     """Return the worker that should generate all answers of one machine, or None.
 
     The busiest worker is chosen, so that the others become idle and leave their cores to it. The
-    result is None if several workers generate the answers faster, or if the times are unknown. It
-    is also None if the views are on several machines, or if an operator made one of the workers a
-    prefill worker.
+    result is None if several workers generate the answers faster, if the times are unknown, or if
+    roles matter (see `ignores_roles`).
     """
-    if not on_one_machine(views):
+    if not ignores_roles(views):
         return None
     rates, running = [view.answer_rate for view in views], [view.num_busy for view in views]
     if not prefers_one_worker(rates, running, now):

@@ -134,7 +134,7 @@ class RequestMigrator:
         views = self._registry.views()
         found = [v for v in views if v.role == "prefill" and v.is_usable and v.num_answers]
         usable = [v for v in views if v.is_usable]
-        if not found or ignores_roles(usable, self._registry.tpot_slo_seconds):
+        if not found or ignores_roles(usable):
             return
         costs = DisaggregationPolicy(views, self._registry.transfer_costs)
         for view in found:

@@ -54,20 +54,14 @@ class QueuedPrompt(NamedTuple):
         return self.arrived_at + SLO_FRACTION * ttft_slo + 0.8 * PREFILL_FACTOR * self.seconds
 
 
-def prefill_capacity(
-    views: Sequence[WorkerView], tpot_slo_seconds: float
-) -> PrefillCapacity | None:
+def prefill_capacity(views: Sequence[WorkerView]) -> PrefillCapacity | None:
     """Return the capacity of the workers that compute prompts.
 
     The result is None if no worker can start a prompt now.
-
-    Args:
-        views: all workers.
-        tpot_slo_seconds: bound of the time per token of running answers; 0 means no bound.
     """
     usable = [view for view in views if view.is_usable]
     found = usable
-    if not ignores_roles(usable, tpot_slo_seconds):
+    if not ignores_roles(usable):
         found = [view for view in usable if view.role != "decode"] or usable
     # Decode workers are included, because they may compute prompts (see `disaggregation`).
     if not any(view.has_prefill_slot for view in usable):

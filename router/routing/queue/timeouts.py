@@ -28,7 +28,7 @@ def why_too_late(state: RequestState, views: Sequence[WorkerView], now: float) -
     if left == float("inf") or _is_enough(left, len(state.request.prompt), views):
         return ""
     # The seconds per token do not depend on which of the workers compute prompts.
-    capacity = None if state.attempt else prefill_capacity(views, tpot_slo_seconds=0.0)
+    capacity = None if state.attempt else prefill_capacity(views)
     if capacity is None:
         return ""
     seconds = len(state.request.prompt) * capacity.seconds_per_token

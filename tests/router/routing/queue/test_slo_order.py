@@ -1,6 +1,5 @@
 """Order of queued prompts under a TTFT SLO, limits on starvation, and waits for capacity."""
 
-from dataclasses import replace
 from itertools import permutations
 from typing import Any
 
@@ -254,14 +253,12 @@ def test_prompt_sent_during_a_step_counts_until_a_report_includes_it() -> None:
 
 def test_capacity_is_none_only_if_no_worker_has_a_prefill_slot() -> None:
     views = [reporting(view_of(name)) for name in "mn"]
-    assert prefill_capacity(views, 0.0) == PrefillCapacity(2, 0.001)
+    assert prefill_capacity(views) == PrefillCapacity(2, 0.001)
     for view in views:
         view.set_usage(1, view.resource_usage(500, 1), 500)
-    assert prefill_capacity(views, 0.0) is None
+    assert prefill_capacity(views) is None
     views.append(reporting(view_of("d", "decode")))
-    assert prefill_capacity(views, 0.0) == PrefillCapacity(2, 0.001), (
-        "a decode worker may also prefill"
-    )
+    assert prefill_capacity(views) == PrefillCapacity(2, 0.001), "a decode worker may also prefill"
 
 
 @given(
@@ -274,11 +271,10 @@ def test_capacity_is_none_only_if_no_worker_has_a_prefill_slot() -> None:
         ),
         min_size=1,
         max_size=5,
-    ),
-    st.sampled_from([0.0, 0.5]),
+    )
 )
 def test_decode_workers_count_only_if_all_usable_workers_share_cores(
-    workers: list[tuple[str, str, bool, bool]], tpot_slo: float
+    workers: list[tuple[str, str, bool, bool]],
 ) -> None:
     views = []
     for number, (role, machine, is_draining, is_assigned) in enumerate(workers):
@@ -291,10 +287,10 @@ def test_decode_workers_count_only_if_all_usable_workers_share_cores(
     machines = {machine for _, machine, _, _ in usable}
     by_operator = any(role == "prefill" and assigned for role, _, _, assigned in usable)
     takers = [each for each in usable if each[0] != "decode"] or usable
-    if len(machines) == 1 and machines != {""} and not by_operator and not tpot_slo:
+    if len(machines) == 1 and machines != {""} and not by_operator:
         takers = usable
     expected = PrefillCapacity(len(takers), 0.001) if usable else None
-    assert prefill_capacity(views, tpot_slo) == expected
+    assert prefill_capacity(views) == expected
 
 
 def test_cached_tokens_reduce_the_seconds_per_token() -> None:
@@ -306,7 +302,7 @@ def test_cached_tokens_reduce_the_seconds_per_token() -> None:
         prompt_seconds=5.0,
     )
     view.update_load(half, 0.0)
-    assert prefill_capacity([view], 0.0) == PrefillCapacity(1, 0.0005)
+    assert prefill_capacity([view]) == PrefillCapacity(1, 0.0005)
 
 
 # ------------------------------------------------------------------ SLO order in the dispatcher
@@ -351,12 +347,11 @@ def test_prompts_wait_at_the_router_for_the_first_worker_with_capacity() -> None
     assert set(router.dispatcher.short_of) == set()
 
 
-@pytest.mark.parametrize(("tpot_slo", "expected"), [(0.0, 1), (0.5, 2)])
-def test_order_counts_the_decode_workers_that_share_cores(tpot_slo: float, expected: int) -> None:
+@pytest.mark.parametrize(("machine", "expected"), [("here", 1), ("", 2)])
+def test_order_counts_the_decode_workers_that_share_cores(machine: str, expected: int) -> None:
     """Two workers meet the deadlines of all prompts; one worker must defer the longest prompt."""
-    limits = replace(SLO_LIMITS, tpot_slo_seconds=tpot_slo)
-    infos = [info_of(role[0], role, machine="here", num_blocks=4096) for role in ROLES]
-    router = Router(*infos, limits=limits)
+    infos = [info_of(role[0], role, machine=machine, num_blocks=4096) for role in ROLES]
+    router = Router(*infos, limits=SLO_LIMITS)
     for info in infos:
         router(report(info.worker, 500, 5000))
     assert submits(router.arrive(1, 500)) == []

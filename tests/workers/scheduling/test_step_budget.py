@@ -1,0 +1,136 @@
+"""Token budgets that keep the SLO of the time per token."""
+
+from collections import deque
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.common.sampling_params import SamplingParams
+from penstock.workers.scheduling.batcher import Batcher, SchedulerConfig
+from penstock.workers.scheduling.sequence import NewSequence, StepPlan
+
+SLO = 0.1
+LIMITS = SchedulerConfig(
+    num_blocks=400, max_model_len=2048, max_batched_tokens=512, tpot_slo_seconds=SLO
+)
+BASE, PER_TOKEN = 0.02, 0.001
+
+
+class Server:
+    """A batcher whose steps take `base` seconds, and `per_token` seconds for each prompt token."""
+
+    def __init__(
+        self, limits: SchedulerConfig, base: float = BASE, per_token: float = PER_TOKEN
+    ) -> None:
+        self.batcher = Batcher(limits)
+        self.base, self.per_token = base, per_token
+        self.num_steps = 0
+        self._in_flight: deque[StepPlan] = deque()
+        self._num_sequences = 0
+
+    def submit(self, num_prompt: int, num_new: int) -> None:
+        self._num_sequences += 1
+        key = self._num_sequences
+        prompt = [(key * 31 + i) % 90 for i in range(num_prompt)]
+        params = SamplingParams(temperature=0.0, max_tokens=num_new)
+        self.batcher.submit(NewSequence(key, prompt, num_prompt, params))
+
+    def step(self) -> tuple[int, float] | None:
+        """Run a step; return the number of its prompt tokens and its seconds, None if idle."""
+        stages = self.batcher.limits.num_stages
+        while len(self._in_flight) < stages and (plan := self.batcher.plan()) is not None:
+            assert len(plan.tokens) <= self.batcher.limits.max_batched_tokens
+            self._in_flight.append(plan)
+        if not self._in_flight:
+            return None
+        plan = self._in_flight.popleft()
+        self.num_steps += 1
+        sizes = np.diff(plan.query_starts)
+        num_prompt = int(sizes[sizes > 1].sum())
+        seconds = self.base + self.per_token * num_prompt
+        self.batcher.commit(plan, np.full(len(plan.sampling_rows), 7, np.int32))
+        self.batcher.state.budget.record(plan, seconds)
+        return num_prompt, seconds
+
+    def steps(self, count: int) -> list[tuple[int, float]]:
+        return [step for _ in range(count) if (step := self.step()) is not None]
+
+
+def test_prompts_beside_an_answer_are_computed_within_the_slo() -> None:
+    server = Server(LIMITS)
+    server.submit(512, 500)
+    assert [num for num, _ in server.steps(1)] == [512], "no answer runs yet"
+    server.steps(5)
+    server.submit(1500, 4)
+    steps = server.steps(30)
+    with_prompts = [step for step in steps if step[0]]
+    assert sum(num for num, _ in with_prompts) == 1500
+    assert max(seconds for _, seconds in with_prompts) <= SLO
+    # The limit is used: a step computes 0.9 of the prompt tokens for which there is time.
+    assert with_prompts[-2][0] >= 0.8 * (0.9 * SLO - BASE) / PER_TOKEN
+
+
+@pytest.mark.parametrize("num_answers", [0, 1])
+def test_budget_is_the_largest_without_answers_or_without_slo(num_answers: int) -> None:
+    limits = replace(LIMITS, tpot_slo_seconds=0.0) if num_answers else LIMITS
+    server = Server(limits)
+    for _ in range(num_answers):
+        server.submit(16, 500)
+        server.steps(5)
+    server.submit(1500, 4)
+    sizes = [num for num, _ in server.steps(3)]
+    assert sizes == [512 - num_answers, 512 - num_answers, 1500 - 2 * (512 - num_answers)]
+
+
+def test_slower_steps_shrink_the_chunks_after_a_few_steps() -> None:
+    server = Server(LIMITS)
+    server.submit(16, 1000)
+    server.steps(5)
+    server.submit(1500, 4)
+    server.steps(4)
+    server.base, server.per_token = 0.03, 0.002
+    steps = server.steps(6)
+    assert steps[-1][0]
+    assert steps[-1][1] <= 1.1 * SLO
+    assert steps[0][1] > 1.3 * SLO, "the first slow step cannot be foreseen"
+
+
+def test_pipeline_stages_divide_the_slo() -> None:
+    """A sequence gets a token in one of two steps."""
+    steps = {}
+    for stages in (1, 2):
+        server = Server(replace(LIMITS, num_stages=stages))
+        server.submit(256, 500)
+        server.steps(5)
+        server.submit(1500, 4)
+        steps[stages] = max(num for num, _ in server.steps(8))
+    assert 0 < steps[2] < 0.55 * steps[1]
+
+
+@given(
+    prompts=st.lists(st.tuples(st.integers(1, 600), st.integers(1, 30)), min_size=1, max_size=12),
+    slo=st.sampled_from([0.001, 0.02, 0.1, 1.0]),
+    base=st.floats(0.001, 0.5),
+    per_token=st.floats(1e-6, 0.01),
+)
+def test_every_sequence_ends(
+    prompts: list[tuple[int, int]], slo: float, base: float, per_token: float
+) -> None:
+    """An SLO that no step can keep delays prompts, but each step computes some of them."""
+    server = Server(replace(LIMITS, tpot_slo_seconds=slo), base, per_token)
+    for num_prompt, num_new in prompts:
+        server.submit(num_prompt, num_new)
+    total = sum(num_prompt for num_prompt, _ in prompts)
+    limit = total // 16 + sum(num_new for _, num_new in prompts) + 2 * len(prompts)
+    while server.step() is not None:
+        server.batcher.check()
+        assert server.num_steps <= limit
+
+
+@pytest.mark.parametrize("slo", [-1.0, float("nan")])
+def test_invalid_slo_is_refused(slo: float) -> None:
+    with pytest.raises(ValueError, match="tpot_slo_seconds must be at least 0"):
+        replace(LIMITS, tpot_slo_seconds=slo)

@@ -1,0 +1,77 @@
+"""Chooses the token budget of each step so that running answers keep the SLO of their TPOT.
+
+While answers run, a step computes only as many prompt tokens as fit between two tokens of an
+answer. This is the chunked prefill of Sarathi-Serve (arXiv 2403.02310). The size of the chunks
+follows from measured step times.
+"""
+
+import numpy as np
+
+from penstock.workers.scheduling.config import SchedulerConfig
+from penstock.workers.scheduling.running_batch import RunningBatch
+from penstock.workers.scheduling.sequence import StepPlan
+from penstock.workers.scheduling.table import SequenceTable
+
+SLO_FRACTION = 0.9
+"""Part of the SLO that a step may take; the rest is a margin for steps that are slower."""
+
+MIN_PROMPT_TOKENS = 16
+"""Prompt tokens that a step may always compute, so that no prompt waits until all answers end."""
+
+DECAY = 0.8
+"""Weight of earlier step times after each further step."""
+
+MIN_PROMPT_FRACTION = 0.1
+"""Least part of a step with prompts and answers that is attributed to the prompts."""
+
+
+class StepBudget:
+    """Token budget of the next step, from the SLO and the times of earlier steps.
+
+    Args:
+        limits: `max_batched_tokens` is the largest budget. It is used for all steps if there is no
+            SLO (`tpot_slo_seconds`), and for steps without running answers.
+        table: the sequence table.
+        batch: the running sequences.
+    """
+
+    def __init__(self, limits: SchedulerConfig, table: SequenceTable, batch: RunningBatch) -> None:
+        self._max_tokens = limits.max_batched_tokens
+        # A sequence gets a token in one of `num_stages` steps.
+        self._max_seconds = SLO_FRACTION * limits.tpot_slo_seconds / limits.num_stages
+        self._table = table
+        self._batch = batch
+        self._decode_seconds = 0.0  # decaying mean of the times of steps without prompts
+        # Decaying sums over the steps with prompts: the number of prompt tokens, and the seconds by
+        # which these steps were longer than steps without prompts.
+        self._num_prompt = 0.0
+        self._prompt_seconds = 0.0
+
+    def tokens(self) -> int:
+        """Return the maximum number of tokens of the next step."""
+        if not self._max_seconds or not self._num_prompt:
+            return self._max_tokens
+        table, rows = self._table, self._batch.rows
+        remaining = table.num_tokens[rows] - table.num_computed[rows]
+        num_answers = int(np.count_nonzero(remaining <= table.decode_len[rows]))
+        if not num_answers:
+            return self._max_tokens
+        seconds_per_token = self._prompt_seconds / self._num_prompt
+        chunk = int((self._max_seconds - self._decode_seconds) / seconds_per_token)
+        return min(self._max_tokens, num_answers + max(chunk, MIN_PROMPT_TOKENS))
+
+    def record(self, plan: StepPlan, seconds: float) -> None:
+        """Record that the step of a plan took `seconds`."""
+        if not self._max_seconds or seconds <= 0:
+            return
+        num_answers = int(np.count_nonzero(np.diff(plan.query_starts) == 1))
+        num_prompt = len(plan.tokens) - num_answers
+        if num_prompt:
+            more = seconds - self._decode_seconds if num_answers else seconds
+            self._num_prompt = DECAY * self._num_prompt + num_prompt
+            self._prompt_seconds *= DECAY
+            self._prompt_seconds += max(more, MIN_PROMPT_FRACTION * seconds)
+        elif self._decode_seconds:
+            self._decode_seconds += (1 - DECAY) * (seconds - self._decode_seconds)
+        else:
+            self._decode_seconds = seconds
