@@ -27,7 +27,11 @@ from penstock.loadtests.bench.load import Load
 from penstock.loadtests.bench.metrics import Goals
 from penstock.loadtests.bench.traces import BadTrace, read_trace
 from penstock.loadtests.bench.workload import Prompts, ordinary_tokens
-from penstock.loadtests.comparison.arrangements.arrangements import BY_NAME, Arrangement
+from penstock.loadtests.comparison.arrangements.arrangements import (
+    ARRANGEMENTS,
+    BY_NAME,
+    Arrangement,
+)
 from penstock.loadtests.comparison.arrangements.figures import Sample, sample_of, summary, table
 from penstock.loadtests.comparison.arrangements.loads import (
     LoadPlan,
@@ -54,7 +58,9 @@ class Options:
     """Settings of the measurement."""
 
     model: Literal["150m", "1b", "moe", "shipped", "tiny"] = option("150m", "model to serve")
-    arrangements: tuple[str, ...] = option((), f"arrangements, of {_KNOWN}; default: all")
+    arrangements: tuple[str, ...] = option(
+        (), f"arrangements, of {_KNOWN}; default: those without SLOs"
+    )
     streams: tuple[str, ...] = option(("64", "16", "4", "1"), "streams of the closed loops")
     rounds: int = option(3, "number of rounds; each arrangement is measured once per round")
     requests: int = option(3, "closed loop: requests per stream, at least 8 in all")
@@ -90,14 +96,18 @@ class Options:
 
     def chosen(self) -> list[Arrangement]:
         """Return the arrangements to measure."""
-        return [BY_NAME[name] for name in self.arrangements or BY_NAME]
+        return [BY_NAME[name] for name in self.arrangements] or list(ARRANGEMENTS)
+
+    def goals(self) -> Goals:
+        """Return the goals of mix and trace."""
+        return Goals(ttft=self.ttft_ms, tpot=self.tpot_ms)
 
     def loads(self) -> list[LoadPlan]:
         """Return the loads of a round. Raises BadTrace and ValueError."""
         lengths = (self.input_len, self.output_len)
         streams = [int(each) for each in self.streams]
         loads = [closed_loop(each, max(8, each * self.requests), *lengths) for each in streams]
-        goals = Goals(ttft=self.ttft_ms, tpot=self.tpot_ms)
+        goals = self.goals()
         if self.mix:
             loads.append(changing_mix(self.mix_seconds, 30.0, self.mix_work, goals, self.seed))
         if self.trace:
@@ -139,7 +149,7 @@ async def _measure(options: Options) -> dict[str, Any]:
     async with AsyncExitStack() as stack:
         for each in chosen:
             more = ("--max-model-len", str(options.max_model_len), *options.serve_flags.split())
-            arguments = each.serve_arguments(str(model), _KV_GIB * 1024, more)
+            arguments = each.serve_arguments(str(model), _KV_GIB * 1024, more, options.goals())
             running = await stack.enter_async_context(serving(arguments))
             clients[each.name] = client = HttpClient(Target(running.http_address, "completions"))
             stack.push_async_callback(client.close)

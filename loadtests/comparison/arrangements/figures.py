@@ -6,11 +6,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from penstock.loadtests.bench.metrics import Goals, Outcome, figures
-from penstock.loadtests.comparison.arrangements.arrangements import ARRANGEMENTS, DEFAULT
+from penstock.loadtests.comparison.arrangements.arrangements import BY_NAME, DEFAULT
 from penstock.loadtests.micro.ab_runner import Quantiles, checked
 
-TITLES = {each.name: each.title for each in ARRANGEMENTS}
-STATIC = tuple(each.name for each in ARRANGEMENTS if each.is_static)
+STATIC = tuple(each.name for each in BY_NAME.values() if each.is_static)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +87,9 @@ def table(found: Mapping[str, Any]) -> str:
         lines.append(f"{load:<32}{'tokens/s':>9}{'first ms':>10}{'TPOT ms':>9}{'p99':>7}  good")
         for name, row in about["medians"].items():
             good = "" if row["good_fraction"] is None else f"{row['good_fraction']:6.1%}"
+            title = BY_NAME[name].title if name in BY_NAME else name
             lines.append(
-                f"  {TITLES.get(name, name):<30}{row['output_per_second']:>9.0f}"
+                f"  {title:<30}{row['output_per_second']:>9.0f}"
                 f"{row['first_median']:>10.0f}{row['tpot_median']:>9.1f}{row['tpot_p99']:>7.0f}"
                 f"  {good}".rstrip()
             )

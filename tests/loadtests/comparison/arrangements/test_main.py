@@ -3,8 +3,9 @@ from pathlib import Path
 import pytest
 
 from penstock.cli.flags import read_spec
+from penstock.loadtests.bench.metrics import Goals
 from penstock.loadtests.comparison.arrangements.__main__ import Options, main
-from penstock.loadtests.comparison.arrangements.arrangements import ARRANGEMENTS
+from penstock.loadtests.comparison.arrangements.arrangements import BY_NAME
 
 
 @pytest.mark.parametrize(
@@ -45,9 +46,18 @@ def test_loads_are_those_of_the_flags(tmp_path: Path) -> None:
 
 
 def test_serve_accepts_the_arguments_of_every_arrangement() -> None:
-    for each in ARRANGEMENTS:
-        spec = read_spec(each.serve_arguments("demo", 2048, ("--max-model-len", "4096")))
+    goals = Goals(ttft=2000, tpot=150)
+    for each in BY_NAME.values():
+        spec = read_spec(each.serve_arguments("demo", 2048, ("--max-model-len", "4096"), goals))
         pools = (spec.pools.prefill, spec.pools.decode, spec.pools.mixed)
         used = [pool for pool in pools if pool.replicas]
         assert sum(pool.replicas for pool in used) == each.num_workers
         assert {pool.kv_cache_mib for pool in used} == {2048 // each.num_workers}
+        slos = spec.engine.ttft_slo_seconds, spec.engine.tpot_slo_seconds
+        assert slos == ((2.0, 0.15) if each.name.endswith("-slo") else (0.0, 0.0))
+
+
+def test_arrangements_with_slos_are_measured_only_by_name() -> None:
+    assert [each.name for each in Options().chosen()] == ["default", "two-mixed", "one-mixed"]
+    chosen = Options(arrangements=("two-mixed-slo", "default")).chosen()
+    assert [each.name for each in chosen] == ["two-mixed-slo", "default"]
