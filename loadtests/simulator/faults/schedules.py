@@ -159,8 +159,8 @@ def schedule_of(seed: int) -> Schedule:
         max_queued=rng.choice((4, 100)),
         ttft_slo_seconds=0.5 * (seed % 2),
         reports_step_seconds=seed // 2 % 2 == 1,
-        same_machine=seed // 4 % 2 == 1,
-        tpot_slo_seconds=0.05 * (seed // 8 % 2),
+        same_machine=seed // 4 % 4 == 1,
+        tpot_slo_seconds=0.05 * (seed // 16 % 2),
         workers=tuple(_worker(seed, rng, i, role, tight) for i, role in enumerate(roles)),
         requests=tuple(
             _limited(seed, _constrained(seed, _request(seed, i, num_routers)))
