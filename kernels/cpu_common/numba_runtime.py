@@ -2,9 +2,11 @@
 
 import atexit
 import ctypes
+import itertools
 import logging
 import os
 import platform
+import secrets
 import shutil
 import stat
 import tempfile
@@ -48,7 +50,7 @@ def has_numba() -> bool:
 def configure_numba() -> None:
     """Configure numba. Call this function before the first import of a module of compiled loops."""
     import numba
-    from numba.core import codegen
+    from numba.core import bytecode, codegen
 
     from penstock.kernels.cpu_common import late_codegen
     from penstock.kernels.cpu_common.cpu_features import has_avx512
@@ -61,6 +63,11 @@ def configure_numba() -> None:
     if has_avx512() and settings.CPU_FEATURES is None:
         # On many CPUs with AVX-512, LLVM uses only vectors of 256 bits by default.
         settings.CPU_FEATURES = f"{host.get_host_cpu_features()},-prefer-256-bit"
+    # numba names compiled code after the function and a number. By default, each process counts
+    # from 1, so two closures may get the same name in two processes. If a third process loads both
+    # from the disk cache, LLVM uses one of them for both (numba issue 10486).
+    identity: Any = bytecode.FunctionIdentity
+    identity._unique_ids = itertools.count(secrets.randbits(62))
     late_codegen.install()
 
 

@@ -9,7 +9,8 @@ the next product.
 Operations read and write buffers: float32 matrices with one row per token, all in one array (the
 arena). The operations call the same inner loops as the separate calls (`linear/cpu_f32_simd`,
 `linear/cpu_dequantizing`, `attention/cpu_paged`, ...), so the results are bitwise identical with
-and without a step graph.
+and without a step graph. Only the router of a mixture of experts adds in another order; models that
+need deterministic results therefore have no step graph with such a router.
 
 `GraphBuilder` is the interface for layers: it checks arguments and records `operations`. `table`
 converts the operations to tables of numbers, `graph` stores these tables, and `interpreter`

@@ -90,6 +90,44 @@ def test_late_code_has_the_same_results_and_is_assembled_once(tmp_path: Path) ->
     assert plain[3] == again[3] == "[]"
 
 
+CLOSURES = """
+import re
+import sys
+import numba
+from penstock.kernels.cpu_common.numba_runtime import configure_numba
+
+configure_numba()
+from penstock.kernels.cpu_common.late_codegen import inner
+
+def adding(amount):
+    @inner()
+    def add(x):
+        return x + amount
+    return add
+
+add = adding(int(sys.argv[1]))
+
+@numba.njit("int64(int64)")
+def call(x):
+    return add(x)
+
+for module in call.inspect_llvm().values():
+    print(*re.findall("@[^ ]*adding[^ ]*", module))
+"""
+
+
+def test_code_of_two_processes_has_different_names() -> None:
+    """Two processes compile closures that differ in a constant only; a third may load both."""
+    names = [
+        subprocess.run(
+            [sys.executable, "-c", CLOSURES, amount], capture_output=True, text=True, check=True
+        ).stdout.split()
+        for amount in ("1", "10")
+    ]
+    assert all(names)
+    assert not set(names[0]) & set(names[1])
+
+
 def test_inner_functions_without_reference_counts_cannot_create_arrays() -> None:
     configure_numba()
     from numba.core.errors import NumbaError
