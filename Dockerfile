@@ -45,8 +45,10 @@ FROM tools AS cuda-packages
 RUN python -m venv --without-pip /opt/penstock \
     && /opt/tools/bin/pip --python /opt/penstock install --no-compile --require-hashes \
        --only-binary :all: --requirement locks/cuda.txt
+# torch contains a module in the syntax of Python 3.12, which Python 3.11 cannot compile.
 RUN /opt/tools/bin/pip --python /opt/penstock install --no-compile --no-deps --no-index /wheels/*.whl \
-    && /opt/penstock/bin/python -m compileall -q -j 0 --invalidation-mode unchecked-hash /opt/penstock/lib \
+    && /opt/penstock/bin/python -m compileall -q -j 0 --invalidation-mode unchecked-hash \
+       -x '/py312_intrinsics[.]py$' /opt/penstock/lib \
     && mkdir -p /opt/penstock/share/penstock \
     && /opt/tools/bin/cyclonedx-py environment --output-reproducible \
        --output-file /opt/penstock/share/penstock/sbom.cdx.json /opt/penstock/bin/python

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -104,6 +105,23 @@ def test_modules_are_compiled_and_packages_listed_in_the_build(image: str) -> No
     commands = " ".join(all_of(f"{image}-packages", "RUN"))
     assert "python -m compileall" in commands
     assert "/opt/penstock/share/penstock/sbom.cdx.json" in commands
+
+
+@pytest.mark.process
+def test_modules_of_torch_compile_with_the_flags_of_the_cuda_image(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    commands = " ".join(all_of("cuda-packages", "RUN"))
+    (found,) = re.findall(r"-m compileall ([^&]*)/opt/penstock/lib", commands)
+    flags = shlex.split(found)
+    flags[flags.index("-j") + 1] = "2"
+    # This folder contains the only module that needs Python 3.12.
+    folder = Path(torch.__file__).parent / "testing"
+    command = [sys.executable, "-m", "compileall", *flags, str(folder)]
+    environment = {"PYTHONPYCACHEPREFIX": str(tmp_path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "")
+    compiled = {path.name.partition(".")[0] for path in tmp_path.rglob("*.pyc")}
+    assert {"_comparison", "common_utils"} <= compiled
 
 
 def test_cuda_image_has_a_compiler_and_checks_it_and_the_router_image_has_none() -> None:
