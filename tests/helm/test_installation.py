@@ -110,6 +110,26 @@ def test_new_version_of_the_chart_changes_no_pod(mode: str, tmp_path: Path) -> N
     ]
 
 
+@pytest.mark.parametrize("path", ["ray.head", "router", "poolDefaults", "pools.decode"])
+def test_new_tolerations_replace_the_pods_of_a_ray_cluster(path: str) -> None:
+    toleration = {"key": "spot", "operator": "Exists", "tolerationSeconds": 2_000_000}
+    values: dict[str, Any] = {"tolerations": [toleration]}
+    for key in reversed(path.split(".")):
+        values = {key: values}
+    before, after = rendered({}), rendered(values)
+    assert chart.problems(after) == []
+    specs = [chart.one(found, "RayCluster")["spec"] for found in (before, after)]
+    assert kuberay.replacing_fields(specs[0]) != kuberay.replacing_fields(specs[1])
+
+
+def test_new_bounds_of_a_pool_replace_no_pods_of_a_ray_cluster() -> None:
+    bounds = {"decode": {"minReplicas": 0, "maxReplicas": 9}}
+    found = (rendered({}), rendered({"pools": bounds}))
+    before, after = (chart.one(each, "RayCluster")["spec"] for each in found)
+    assert before != after
+    assert kuberay.replacing_fields(before) == kuberay.replacing_fields(after)
+
+
 @pytest.mark.parametrize("mode", chart.MODES)
 def test_routers_and_the_head_can_have_an_image_of_their_own(mode: str) -> None:
     own = {"routerImage": {"repository": "slim", "tag": "1"}, "image": {"tag": "2"}}

@@ -4,6 +4,7 @@ The versions were read from the CRDs of KubeRay's releases. An operator of an ol
 newer field without an error, or the API server refuses it.
 """
 
+import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -73,3 +74,18 @@ def _paths(value: Any, path: str) -> Iterator[str]:
     elif isinstance(value, list):
         for each in value:
             yield from _paths(each, f"{path}[]")
+
+
+def replacing_fields(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a RayCluster's spec without the fields that KubeRay ignores when it looks for changes.
+
+    A change of any other field replaces all pods if `upgradeStrategy` is Recreate.
+    """
+    result: dict[str, Any] = copy.deepcopy(dict(spec))
+    result.pop("upgradeStrategy", None)
+    for group in (result["headGroupSpec"], *result["workerGroupSpecs"]):
+        for name in ("replicas", "minReplicas", "maxReplicas"):
+            group.pop(name, None)
+        for name in ("tolerations", "schedulingGates"):
+            group["template"]["spec"].pop(name, None)
+    return result

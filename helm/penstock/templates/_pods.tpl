@@ -76,7 +76,12 @@ livenessProbe:
 {{- $isHead := eq $node.component "head" -}}
 metadata:
   labels: {{- include "penstock.podLabels" (dict "root" $root "component" $node.component) | nindent 4 }}
-  {{- with $node.annotations }}
+  {{- $annotations := deepCopy (default dict $node.annotations) }}
+  {{- /* KubeRay ignores tolerations when it looks for changes in a RayCluster, but not annotations. */}}
+  {{- if and $kuberay $node.tolerations }}
+  {{- $_ := set $annotations "checksum/tolerations" (toJson $node.tolerations | sha256sum) }}
+  {{- end }}
+  {{- with $annotations }}
   annotations: {{- toYaml . | nindent 4 }}
   {{- end }}
 spec:
