@@ -122,6 +122,14 @@ def test_new_tolerations_replace_the_pods_of_a_ray_cluster(path: str) -> None:
     assert kuberay.replacing_fields(specs[0]) != kuberay.replacing_fields(specs[1])
 
 
+@pytest.mark.parametrize(
+    "values", [{"ray": {"idleSeconds": 61}}, {"pools": {"mixed": {"maxReplicas": 1}}}]
+)
+def test_documented_changes_outside_pod_templates_replace_all_pods(values: dict[str, Any]) -> None:
+    before, after = (chart.one(rendered(each), "RayCluster")["spec"] for each in ({}, values))
+    assert kuberay.replacing_fields(before) != kuberay.replacing_fields(after)
+
+
 def test_new_bounds_of_a_pool_replace_no_pods_of_a_ray_cluster() -> None:
     bounds = {"decode": {"minReplicas": 0, "maxReplicas": 9}}
     found = (rendered({}), rendered({"pools": bounds}))
