@@ -121,6 +121,24 @@ def test_router_settings_reach_the_driver_and_are_left_to_it_by_default(tmp_path
     assert (off["max_wait_seconds"], off["max_connections_per_address"]) == (0, 0)
 
 
+def test_large_numbers_reach_the_driver(tmp_path: Path) -> None:
+    million = 1_000_000
+    values = {
+        "router": {
+            "maxQueued": million,
+            "maxWaitSeconds": million,
+            "maxConnectionsPerAddress": 2**31,
+        },
+        "engine": {"step_timeout_seconds": million},
+        "poolDefaults": {"kvCacheMib": million},
+    }
+    spec = read(chart.objects(chart.render(values)), tmp_path)
+    assert (spec.router.max_queued, spec.router.max_wait_seconds) == (million, million)
+    assert spec.router.max_connections_per_address == 2**31
+    assert spec.engine.step_timeout_seconds == million
+    assert spec.pools.decode.kv_cache_mib == million
+
+
 def test_api_keys_come_from_secrets_with_their_names_and_roles(tmp_path: Path) -> None:
     found = chart.example_objects("8b", "kuberay")
     read(found, tmp_path)
@@ -326,6 +344,7 @@ def test_all_pods_download_the_same_revision(
         ({"image": {"reference": "x", "path": "/y/z"}}, "/models/z"),
         ({"pvc": {"claimName": "c", "accessMode": "ReadOnlyMany"}}, "/models"),
         ({"pvc": {"claimName": "c", "accessMode": "ReadOnlyMany", "path": "d/e"}}, "/models/d/e"),
+        ({"pvc": {"claimName": "1", "accessMode": "ReadOnlyMany", "path": "a: b"}}, "/models/a: b"),
     ],
 )
 def test_each_source_of_a_model_has_its_folder(source: dict[str, Any], path: str) -> None:

@@ -4,7 +4,7 @@ import json
 import re
 import shutil
 from pathlib import Path
-from typing import get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import yaml
@@ -68,6 +68,65 @@ def test_with_an_external_autoscaler_the_chart_sets_no_replica_count(scaler: str
     ]
     assert "replicas" not in chart.one(found, "Deployment", "-decode")["spec"]
     assert chart.one(found, "Deployment", "-prefill")["spec"]["replicas"] == 1
+
+
+def test_large_numbers_stay_integers() -> None:
+    spread = {"topologyKey": "rack", "maxSkew": 2_000_000}
+    values = {"podSecurity": {"user": 1_000_680_000}, "poolDefaults": {"topologySpread": [spread]}}
+    (decode,) = (
+        pod["spec"] for role, pod in chart.pods(rendered_objects(values)) if role == "decode"
+    )
+    numbers = [decode["securityContext"][key] for key in ("runAsUser", "runAsGroup", "fsGroup")]
+    numbers.append(decode["topologySpreadConstraints"][0]["maxSkew"])
+    assert numbers == [1_000_680_000] * 3 + [2_000_000]
+    assert {type(number) for number in numbers} == {int}
+
+
+def rendered_objects(values: chart.Object, **options: Any) -> list[chart.Object]:
+    return chart.objects(chart.render(values, **options))
+
+
+@pytest.mark.parametrize("mode", chart.MODES)
+@pytest.mark.parametrize("name", ["123", "true"])
+@pytest.mark.parametrize("source", ["hub", "pvc", "image"])
+def test_names_that_look_like_numbers_stay_strings(mode: str, name: str, source: str) -> None:
+    """The rendered objects must equal those of a common name, with this name replaced."""
+    texts = {
+        each: json.dumps(rendered_objects(named_values(each, mode, source), release=(each, each)))
+        for each in (name, "common")
+    }
+    hashed = [re.sub(r"\b[0-9a-f]{64}\b", "HASH", text) for text in texts.values()]
+    assert hashed[0] == hashed[1].replace("common", name)
+
+
+def named_values(name: str, mode: str, source: str) -> chart.Object:
+    """Return values in which `name` is the name of every referenced object."""
+    secret = {"name": name, "key": name}
+    sources = {
+        "hub": {"name": "a/b", "tokenSecret": secret},
+        "pvc": {"claimName": name, "accessMode": "ReadOnlyMany"},
+        "image": {"reference": name, "path": "/m"},
+    }
+    monitor = {"enabled": True, "apiKeySecret": secret}
+    keys = {"scraper": {"role": "metrics", "secret": secret}}
+    scaled = {"autoscaler": "hpa"} if mode == "standalone" else {}
+    return {
+        "fullnameOverride": "full",
+        "cluster": {"mode": mode},
+        "ray": {"authSecret": name},
+        "image": {"repository": "penstock", "pullSecrets": [name]},
+        "models": {"m": {"source": {source: sources[source]}}},
+        "router": {"apiKeysSecret": secret, "keys": keys},
+        "poolDefaults": {
+            "runtimeClassName": name,
+            "priorityClassName": name,
+            "topologySpread": [{"topologyKey": name}],
+        },
+        "pools": {"decode": {"maxReplicas": 2 if scaled else 1}},
+        "standalone": scaled,
+        "networkPolicy": {"monitoring": [chart.PROMETHEUS]},
+        "monitoring": {"serviceMonitor": monitor},
+    }
 
 
 def test_pod_monitor_scrapes_the_router_pods() -> None:
@@ -320,7 +379,7 @@ MUTATIONS = [
     (
         "kuberay",
         "_model.tpl",
-        "valueFrom: {secretKeyRef: {name: {{ .name }}, key: {{ .key }}}}",
+        "valueFrom: {secretKeyRef: {name: {{ .name | quote }}, key: {{ .key | quote }}}}",
         "value: {{ .name }}",
     ),
 ]

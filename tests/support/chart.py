@@ -56,16 +56,21 @@ def example(name: str) -> Object:
 
 
 def render(
-    values: Mapping[str, Any], chart: Path = CHART, base: Mapping[str, Any] = ANONYMOUS
+    values: Mapping[str, Any],
+    chart: Path = CHART,
+    base: Mapping[str, Any] = ANONYMOUS,
+    release: tuple[str, str] = ("rel", "apps"),
 ) -> dict[str, str]:
     """Return the rendered text of each template, by path. Raises the template engine's errors.
 
-    `values` override `base`, which by default allows a release without API keys.
+    `values` override `base`, which by default allows a release without API keys. `release` is the
+    release's name and namespace.
     """
     from helm_python import Chart
 
+    name, namespace = release
     loaded = Chart.load(chart)
-    rendered: dict[str, str] = loaded.render(merged(base, values), name="rel", namespace="apps")
+    rendered: dict[str, str] = loaded.render(merged(base, values), name=name, namespace=namespace)
     return rendered
 
 

@@ -8,7 +8,7 @@
 {{- /* Labels of all pods of the release. In its own pods KubeRay sets other values of other labels. */ -}}
 {{- define "penstock.selector" -}}
 app.kubernetes.io/part-of: penstock
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end -}}
 
 {{- /* Args: root, component. Labels of an object of the chart. They change with the chart's version, so

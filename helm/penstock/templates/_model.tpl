@@ -29,7 +29,7 @@
 {{- $source := include "penstock.source" . | fromYaml -}}
 {{- if $source.pvc -}}
 - name: models
-  persistentVolumeClaim: {claimName: {{ $source.pvc.claimName }}, readOnly: true}
+  persistentVolumeClaim: {claimName: {{ $source.pvc.claimName | quote }}, readOnly: true}
 {{- else if $source -}}
 - name: models
   emptyDir: {}
@@ -48,7 +48,7 @@ need no weights. */ -}}
 {{- $source := include "penstock.source" .root | fromYaml -}}
 {{- if $source.hub }}
 - name: fetch-model
-  image: {{ include "penstock.image" . }}
+  image: {{ include "penstock.image" . | quote }}
   imagePullPolicy: {{ .root.Values.image.pullPolicy }}
   command: [python, -m, penstock.cli.fetch]
   args:
@@ -64,7 +64,7 @@ need no weights. */ -}}
     - {name: HOME, value: /tmp}
     {{- with $source.hub.tokenSecret }}
     - name: HF_TOKEN
-      valueFrom: {secretKeyRef: {name: {{ .name }}, key: {{ .key }}}}
+      valueFrom: {secretKeyRef: {name: {{ .name | quote }}, key: {{ .key | quote }}}}
     {{- end }}
   securityContext: {{- include "penstock.containerSecurity" true | nindent 4 }}
   volumeMounts:
@@ -72,7 +72,7 @@ need no weights. */ -}}
     - {name: tmp, mountPath: /tmp}
 {{- else if $source.image }}
 - name: copy-model
-  image: {{ $source.image.reference }}
+  image: {{ $source.image.reference | quote }}
   imagePullPolicy: {{ .root.Values.image.pullPolicy }}
   command: [sh, -ec]
   args:

@@ -1,8 +1,8 @@
 {{- define "penstock.podSecurity" -}}
 runAsNonRoot: true
-runAsUser: {{ .Values.podSecurity.user }}
-runAsGroup: {{ .Values.podSecurity.user }}
-fsGroup: {{ .Values.podSecurity.user }}
+runAsUser: {{ .Values.podSecurity.user | int64 }}
+runAsGroup: {{ .Values.podSecurity.user | int64 }}
+fsGroup: {{ .Values.podSecurity.user | int64 }}
 fsGroupChangePolicy: OnRootMismatch
 seccompProfile: {type: RuntimeDefault}
 {{- end -}}
@@ -37,13 +37,13 @@ ranks. A node has one unit per rank of the Ray resource that is named like its c
 - {name: RAY_worker_niceness, value: "0"}
 - {name: RAY_AUTH_MODE, value: token}
 - name: RAY_AUTH_TOKEN
-  valueFrom: {secretKeyRef: {name: {{ include "penstock.authSecret" . }}, key: auth_token}}
+  valueFrom: {secretKeyRef: {name: {{ include "penstock.authSecret" . | quote }}, key: auth_token}}
 {{- end -}}
 
 {{- /* Args: root, component. Init container that waits until Ray's head replies. */ -}}
 {{- define "penstock.waitForHead" -}}
 - name: wait-for-head
-  image: {{ include "penstock.image" . }}
+  image: {{ include "penstock.image" . | quote }}
   imagePullPolicy: {{ .root.Values.image.pullPolicy }}
   command: [sh, -c]
   args:
@@ -95,13 +95,13 @@ spec:
   securityContext: {{- include "penstock.podSecurity" $root | nindent 4 }}
   {{- with $root.Values.image.pullSecrets }}
   imagePullSecrets: {{- range . }}
-    - name: {{ . }}
+    - name: {{ . | quote }}
   {{- end }}{{ end }}
   {{- with $node.runtimeClassName }}
-  runtimeClassName: {{ . }}
+  runtimeClassName: {{ . | quote }}
   {{- end }}
   {{- with $node.priorityClassName }}
-  priorityClassName: {{ . }}
+  priorityClassName: {{ . | quote }}
   {{- end }}
   {{- with include "penstock.where" . | trim }}{{ . | nindent 2 }}{{ end }}
   {{- $init := list }}
@@ -118,7 +118,7 @@ spec:
     - {name: tmp, emptyDir: {}}
     - {name: leave, emptyDir: {medium: Memory, sizeLimit: 1Mi}}
     - name: shm
-      emptyDir: {medium: Memory, sizeLimit: {{ $node.shm }}}
+      emptyDir: {medium: Memory, sizeLimit: {{ $node.shm | quote }}}
     {{- if not $isHead }}
     {{- with include "penstock.modelVolume" $root }}{{ . | nindent 4 }}{{ end }}
     {{- end }}
@@ -127,7 +127,7 @@ spec:
 {{- define "penstock.rayContainer" -}}
 {{- $root := .root -}}{{- $node := .node -}}{{- $isHead := eq .node.component "head" -}}
 - name: ray
-  image: {{ include "penstock.image" (dict "root" $root "component" $node.component) }}
+  image: {{ include "penstock.image" (dict "root" $root "component" $node.component) | quote }}
   imagePullPolicy: {{ $root.Values.image.pullPolicy }}
   {{- if ne $root.Values.cluster.mode "kuberay" }}
   command: [ray, start]
@@ -222,8 +222,8 @@ affinity: {{- . | nindent 2 }}
 {{- with .node.topologySpread }}
 topologySpreadConstraints:
 {{- range . }}
-  - topologyKey: {{ .topologyKey }}
-    maxSkew: {{ default 1 .maxSkew }}
+  - topologyKey: {{ .topologyKey | quote }}
+    maxSkew: {{ default 1 .maxSkew | int }}
     whenUnsatisfiable: {{ default "ScheduleAnyway" .whenUnsatisfiable }}
     labelSelector:
       matchLabels: {{- include "penstock.componentSelector" (dict "root" $.root "component" $.node.component) | nindent 8 }}

@@ -3,7 +3,7 @@
 {{- if .Values.models -}}
 models:
   {{ include "penstock.modelName" . | quote }}:
-    path: {{ include "penstock.modelFolder" . | default "demo" }}
+    path: {{ include "penstock.modelFolder" . | default "demo" | quote }}
     {{- range $key, $value := omit (include "penstock.model" . | fromYaml) "source" }}
     {{ $key }}: {{ kindIs "float64" $value | ternary (printf "%.0f" $value) (toJson $value) }}
     {{- end }}
@@ -17,13 +17,13 @@ router:
   grpc_port: {{ .Values.router.grpcPort }}
   admin_host: 0.0.0.0
   admin_port: {{ .Values.router.adminPort }}
-  max_queued: {{ .Values.router.maxQueued }}
+  max_queued: {{ .Values.router.maxQueued | int64 }}
   routing: {{ .Values.router.routing }}
   {{- if not (kindIs "invalid" .Values.router.maxWaitSeconds) }}
-  max_wait_seconds: {{ .Values.router.maxWaitSeconds }}
+  max_wait_seconds: {{ .Values.router.maxWaitSeconds | toJson }}
   {{- end }}
   {{- if not (kindIs "invalid" .Values.router.maxConnectionsPerAddress) }}
-  max_connections_per_address: {{ .Values.router.maxConnectionsPerAddress }}
+  max_connections_per_address: {{ .Values.router.maxConnectionsPerAddress | int64 }}
   {{- end }}
   {{- with .Values.router.allowedOrigins }}
   allowed_origins: {{ toJson . }}
