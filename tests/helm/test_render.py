@@ -54,19 +54,39 @@ def test_custom_resources_have_schemas() -> None:
         assert chart.custom_validators(kind, api), kind
 
 
-@pytest.mark.parametrize("scaler", ["keda", "hpa"])
-def test_with_an_external_autoscaler_the_chart_sets_no_replica_count(scaler: str) -> None:
+def scaled(scaler: str) -> chart.Object:
+    """Return values with a decode pool that KEDA or an HPA scales."""
     scaling = {"autoscaler": scaler, "prometheusAddress": "http://prometheus:9090"}
     pools = {"decode": {"replicas": 2, "minReplicas": 1, "maxReplicas": 4}}
-    values = chart.merged(chart.of_mode("standalone"), {"standalone": scaling, "pools": pools})
-    values["networkPolicy"] = {"monitoring": [chart.PROMETHEUS]}
-    found = chart.objects(chart.render(values))
+    monitoring = {"networkPolicy": {"monitoring": [chart.PROMETHEUS]}}
+    own = {"standalone": scaling, "pools": pools, **monitoring}
+    return chart.merged(chart.of_mode("standalone"), own)
+
+
+@pytest.mark.parametrize("scaler", ["keda", "hpa"])
+def test_with_an_external_autoscaler_the_chart_sets_no_replica_count(scaler: str) -> None:
+    found = rendered_objects(scaled(scaler))
     assert chart.problems(found) == []
     kind = {"keda": "ScaledObject", "hpa": "HorizontalPodAutoscaler"}[scaler]
     assert [each["metadata"]["name"] for each in found if each["kind"] == kind] == [
         "rel-penstock-decode"
     ]
     assert "replicas" not in chart.one(found, "Deployment", "-decode")["spec"]
+    assert chart.one(found, "Deployment", "-prefill")["spec"]["replicas"] == 1
+
+
+@pytest.mark.parametrize("replicas", [3, 0])
+def test_replica_count_of_an_existing_deployment_is_kept(replicas: int, tmp_path: Path) -> None:
+    """The engine of this test has no cluster, so an object replaces the call of `lookup`."""
+    copy = tmp_path / "penstock"
+    shutil.copytree(chart.CHART, copy)
+    path = copy / "templates" / "standalone.yaml"
+    called = 'lookup "apps/v1" "Deployment" $.Release.Namespace $name'
+    live = f'dict "spec" (dict "replicas" {replicas}) "metadata" (dict "name" $name)'
+    assert path.read_text().count(called) == 1
+    path.write_text(path.read_text().replace(called, live))
+    found = rendered_objects(scaled("keda"), chart=copy)
+    assert chart.one(found, "Deployment", "-decode")["spec"]["replicas"] == replicas
     assert chart.one(found, "Deployment", "-prefill")["spec"]["replicas"] == 1
 
 
@@ -335,7 +355,7 @@ MUTATIONS = [
         "  minReplicas: {{ .least }}\n  replicas: 1",
     ),
     ("kuberay", "raycluster.yaml", "groupName:", "groupname:"),
-    ("standalone", "standalone.yaml", "ternary nil $pool.replicas", "ternary $pool.replicas nil"),
+    ("standalone", "standalone.yaml", "replicas := $pool.replicas", 'replicas := dig "a" nil dict'),
     ("standalone", "standalone.yaml", "serviceName:", "serviceNam:"),
     (
         "kuberay",
