@@ -342,9 +342,10 @@ def test_fetching_into_a_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     revisions: list[str | None] = []
 
     def snapshot_download(
-        name: str, *, revision: str | None, allow_patterns: list[str], local_dir: Path
+        name: str, revision: str | None, local_dir: Path, **patterns: list[str]
     ) -> str:
-        downloads.append((name, allow_patterns, local_dir))
+        assert patterns["ignore_patterns"] == checkpoint.OTHER_WEIGHTS
+        downloads.append((name, patterns["allow_patterns"], local_dir))
         revisions.append(revision)
         return str(local_dir)
 
@@ -354,6 +355,17 @@ def test_fetching_into_a_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert revisions == [None, "v1"]
     assert downloads[0] == ("some/model", checkpoint.WANTED_FILES, tmp_path)
     assert set(downloads[0][1]) - set(downloads[1][1]) == {"*.safetensors"}
+
+
+def test_each_tensor_of_a_hub_model_is_downloaded_once() -> None:
+    from huggingface_hub.utils._paths import filter_repo_objects
+
+    used = ["config.json", "model-00001-of-00002.safetensors", "tokenizer.model", "LICENSE"]
+    other = ["original/model--00001.safetensors", "metal/model.safetensors"]
+    other += ["consolidated.safetensors", "consolidated-00001-of-00002.safetensors"]
+    wanted, unused = checkpoint.WANTED_FILES, checkpoint.OTHER_WEIGHTS
+    found = filter_repo_objects(used + other, allow_patterns=wanted, ignore_patterns=unused)
+    assert list(found) == used
 
 
 def test_failed_fetch_reports_the_reason(

@@ -15,6 +15,8 @@ from penstock.workers.models.spec import check_config
 SHIPPED = Path(__file__).resolve().parent.parent / "models" / BUNDLED
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 WANTED_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "LICENSE*"]
+OTHER_WEIGHTS = ["*/*.safetensors", "consolidated*.safetensors"]
+"""The same weights in other formats, which some hub models contain and which are never read."""
 ACTIONS = {
     401: "check the name of the model, or set HF_TOKEN",
     403: "accept the terms of the model on the hub, and set HF_TOKEN",
@@ -68,7 +70,7 @@ def _is_on_hub(model: str) -> bool:
 def download(
     model: str, wanted: list[str], folder: Path | None = None, revision: str | None = None
 ) -> Path:
-    """Download those files of a hub model that match `wanted`.
+    """Download those files of a hub model that match `wanted`, without `OTHER_WEIGHTS`.
 
     The files are stored in the hub's local cache, or in `folder` if it is given.
 
@@ -84,7 +86,13 @@ def download(
     )
 
     try:
-        found = snapshot_download(model, revision=revision, allow_patterns=wanted, local_dir=folder)
+        found = snapshot_download(
+            model,
+            revision=revision,
+            allow_patterns=wanted,
+            ignore_patterns=OTHER_WEIGHTS,
+            local_dir=folder,
+        )
         return Path(found)
     except RevisionNotFoundError:
         reason = f"the hub has no revision {revision!r} of this model: give another revision"
