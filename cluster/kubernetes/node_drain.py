@@ -16,6 +16,8 @@ from pathlib import Path
 
 import psutil
 
+from penstock.cluster.processes.start_time import start_time
+
 # Environment variable with the folder that routers and workers watch. If it is not set, they cannot
 # be drained together with their node.
 FOLDER_VARIABLE = "PENSTOCK_LEAVE_FOLDER"
@@ -35,7 +37,7 @@ async def drain_on_request(drain: Callable[[float], Awaitable[None]]) -> None:
     if FOLDER_VARIABLE not in os.environ:
         return
     folder = Path(os.environ[FOLDER_VARIABLE])
-    mark = folder / f"{os.getpid()}{PROCESS_SUFFIX}"
+    mark = folder / _mark_name(os.getpid())
     mark.touch()
     try:
         while (seconds := _requested_seconds(folder)) is None:
@@ -82,11 +84,23 @@ def _requested_seconds(folder: Path) -> float | None:
 
 
 def _undrained_pids(folder: Path) -> list[int]:
-    """Return the PIDs of the live processes that watch `folder` and have not drained."""
-    pids = [
-        int(mark.name.removesuffix(PROCESS_SUFFIX)) for mark in folder.glob(f"*{PROCESS_SUFFIX}")
-    ]
-    return [pid for pid in pids if psutil.pid_exists(pid)]
+    """Return the PIDs of the live processes that watch `folder` and have not drained.
+
+    After a restart of the container, `folder` still contains the marks of killed processes, and
+    other processes may have their PIDs.
+    """
+    pids = []
+    for mark in folder.glob(f"*{PROCESS_SUFFIX}"):
+        pid = int(mark.name.partition("-")[0])
+        with suppress(psutil.NoSuchProcess):
+            if mark.name == _mark_name(pid):
+                pids.append(pid)
+    return pids
+
+
+def _mark_name(pid: int) -> str:
+    """Return the name of the file that shows that a process watches the folder."""
+    return f"{pid}-{start_time(pid)}{PROCESS_SUFFIX}"
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock.cluster.kubernetes import node_drain
+from penstock.cluster.processes.start_time import start_time
 
 
 @pytest.fixture
@@ -81,8 +82,23 @@ async def test_drain_stops_waiting_after_its_timeout(
 def test_drain_does_not_wait_for_a_killed_process(folder: Path) -> None:
     killed = subprocess.Popen([sys.executable, "-c", "pass"])
     killed.wait()
-    (folder / f"{killed.pid}{node_drain.PROCESS_SUFFIX}").touch()
+    (folder / f"{killed.pid}-1.0{node_drain.PROCESS_SUFFIX}").touch()
     assert node_drain.drain_node(folder, 30.0)
+
+
+async def test_drain_does_not_wait_for_another_process_with_the_pid_of_a_killed_process(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder outlives a restart of the container, in which PIDs start from 1 again."""
+    watching = asyncio.create_task(node_drain.drain_on_request(lambda _: asyncio.sleep(3600)))
+    await until_hosted(folder)
+    (mark,) = folder.iterdir()
+    watching.cancel()
+    await asyncio.wait([watching])
+    mark.touch()
+    started = start_time(os.getpid())
+    monkeypatch.setattr(node_drain, "start_time", lambda _: started + 60.0)
+    assert node_drain.drain_node(folder, 0.05)
 
 
 async def test_without_the_folder_variable_no_drain_can_be_requested(
@@ -100,7 +116,8 @@ def test_exit_status_shows_whether_all_have_drained(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert node_drain.main(["30"]) == 0
-    (folder / f"{os.getpid()}{node_drain.PROCESS_SUFFIX}").touch()
+    started = start_time(os.getpid())
+    (folder / f"{os.getpid()}-{started}{node_drain.PROCESS_SUFFIX}").touch()
     assert node_drain.main(["0.05"]) == 1
     monkeypatch.delenv(node_drain.FOLDER_VARIABLE)
     with pytest.raises(SystemExit) as end:

@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from penstock.cluster.processes import process_id
+from penstock.cluster.processes.start_time import start_time
 
 HOUR = 3600.0
 
@@ -24,7 +25,7 @@ def sleeper() -> Iterator["subprocess.Popen[bytes]"]:
 def test_kill_local_kills_a_stopped_process_but_not_a_reused_process_id(
     sleeper: "subprocess.Popen[bytes]",
 ) -> None:
-    started = process_id.start_time(sleeper.pid)
+    started = start_time(sleeper.pid)
     assert not process_id.kill_local(sleeper.pid, started - 60.0)
     sleeper.send_signal(signal.SIGSTOP)
     assert process_id.kill_local(sleeper.pid, started)
@@ -37,7 +38,7 @@ def test_kill_local_kills_a_stopped_process_but_not_a_reused_process_id(
 def test_kill_local_kills_a_process_after_the_clock_was_changed(
     sleeper: "subprocess.Popen[bytes]", step: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started = process_id.start_time(sleeper.pid)
+    started = start_time(sleeper.pid)
     created = psutil.Process(sleeper.pid).create_time()
     # Linux computes the time of its boot from the current time.
     boot = psutil.boot_time()
@@ -59,7 +60,7 @@ def test_start_time_of_a_process_with_a_strange_name() -> None:
         assert process.stdout is not None
         process.stdout.readline()
         created = psutil.Process(process.pid).create_time() - psutil.boot_time()
-        assert process_id.start_time(process.pid) == pytest.approx(created, abs=1.0)
+        assert start_time(process.pid) == pytest.approx(created, abs=1.0)
         process.communicate(b"\n")
 
 
@@ -67,4 +68,4 @@ def test_start_time_of_an_ended_process_is_refused() -> None:
     process = subprocess.Popen(["true"])
     process.wait()
     with pytest.raises(psutil.NoSuchProcess):
-        process_id.start_time(process.pid)
+        start_time(process.pid)
