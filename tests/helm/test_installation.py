@@ -40,6 +40,14 @@ def test_installed_and_documented_versions_of_kuberay_are_supported() -> None:
     assert "?ref=v${{ matrix.kuberay }}" in KIND.read_text()
 
 
+def test_kind_job_frees_disk_space_before_it_loads_the_images() -> None:
+    steps = yaml.safe_load(KIND.read_text())["jobs"]["kind"]["steps"]
+    commands = [step.get("run", "") for step in steps]
+    order = ["sudo rm", "docker build", "docker builder prune", "kind load docker-image"]
+    found = [next(i for i, run in enumerate(commands) if run.startswith(each)) for each in order]
+    assert found == sorted(found)
+
+
 @pytest.mark.parametrize("version", [(1, 4), (1, 5)])
 def test_older_kuberay_lacks_fields_of_the_chart(
     version: tuple[int, int], monkeypatch: pytest.MonkeyPatch
