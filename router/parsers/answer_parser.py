@@ -222,7 +222,8 @@ class AnswerParsers:
         if self._is_harmony and options.has_form and not begins_message(prompt_end):
             return None  # the grammar allows no headers of messages (`form_grammar`)
         if self._is_harmony or (reads_calls and self.tools == HARMONY_TOOLS):
-            return AnswerParser(HarmonyParser(), None, options)
+            parser = HarmonyParser(is_in_content=not begins_message(prompt_end))
+            return AnswerParser(parser, None, options)
         calls = (
             new_tool_parser(self.tools, options.tools, options.is_strict) if reads_calls else None
         )

@@ -2,8 +2,9 @@
 
     <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...
 
-The prompt ends with `<|start|>assistant`. The channel `analysis` is reasoning. A message whose
-header contains `to=functions.NAME` is a tool call. All other messages are content.
+The prompt ends with `<|start|>assistant`, or with the text of a message that the answer continues.
+The channel `analysis` is reasoning. A message whose header contains `to=functions.NAME` is a tool
+call. All other messages are content.
 """
 
 import re
@@ -25,12 +26,19 @@ def begins_message(prompt_end: str) -> bool:
 
 
 class HarmonyParser(Reader):
-    """Splits one answer into reasoning, content and tool calls."""
+    """Splits one answer into reasoning, content and tool calls.
+
+    Args:
+        is_in_content: whether the answer begins within the text of a message that is content. If
+            not, the answer begins with the header of a message.
+    """
 
     markers = (START, CHANNEL, MESSAGE, END, RETURN, CALL, CONSTRAIN)
 
-    def __init__(self) -> None:
+    def __init__(self, is_in_content: bool = False) -> None:
         super().__init__()
+        if is_in_content:
+            self._state = self._read_message
         self._header = ""
         self._kind = CONTENT
         self._is_empty = True  # the message has no text yet
@@ -84,5 +92,5 @@ class HarmonyParser(Reader):
             each in self._header for each in self.markers
         )
         if is_text and not any(self._has_text.values()) and not self._num_calls:
-            self._add(CONTENT, self._header)  # without a header, the answer continues a message
+            self._add(CONTENT, self._header)  # an answer without any header is content
         self._text = ""

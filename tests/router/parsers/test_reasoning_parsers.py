@@ -2,8 +2,10 @@
 
 import pytest
 
+from penstock.router.parsers.answer_parser import AnswerParsers, ParsingOptions
 from penstock.router.parsers.harmony import HarmonyParser
-from penstock.router.parsers.parser_names import REASONING_TAGS
+from penstock.router.parsers.parser_names import HARMONY_REASONING, REASONING_TAGS
+from penstock.router.parsers.pieces import CONTENT, OutputParser, Piece
 from penstock.router.parsers.think import Tags, ThinkParser
 from tests.support.parsed import Answer, check_splits
 from tests.support.tokenizers import byte_level
@@ -94,3 +96,29 @@ HARMONY: list[tuple[str, Answer]] = [
 @pytest.mark.parametrize(("text", "expected"), HARMONY)
 def test_channels_are_the_same_in_every_split(text: str, expected: Answer) -> None:
     assert check_splits(HarmonyParser, text, TOKENIZER) == expected
+
+
+def test_continued_message_is_content_until_the_next_header() -> None:
+    parsers = AnswerParsers(tools="openai", reasoning=HARMONY_REASONING)
+    prompt = f"<|start|>assistant{FINAL}The answer is"
+    more = "<|end|><|start|>assistant"
+    cases = (
+        ("", Answer("")),
+        (" 42.", Answer(" 42.")),
+        (f" 42.{more}{FINAL}More.", Answer(" 42.\nMore.")),
+        (f" 42.{more}{ANALYSIS}why", Answer(" 42.", (), "why")),
+        (
+            f" 42.{more} to=functions.add<|channel|>commentary<|message|>{SUM}<|call|>",
+            Answer(" 42.", [("add", SUM)]),
+        ),
+    )
+
+    def make() -> OutputParser:
+        parser = parsers.new(prompt, ParsingOptions(reads_calls=True))
+        assert parser is not None
+        return parser
+
+    for text, expected in cases:
+        assert check_splits(make, text, TOKENIZER) == expected
+    # The text is streamed.
+    assert make().feed(" 42") == [Piece(CONTENT, " 42")]
