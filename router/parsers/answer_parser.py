@@ -59,6 +59,7 @@ class ParsingOptions:
         is_strict: whether a grammar constrains calls that are not forced.
         has_form: whether a grammar sets the form of the whole content. The content then has no
             calls.
+        continues_message: whether the answer continues the last message of the prompt.
         tools: the parameters of the request's tools.
     """
 
@@ -69,6 +70,7 @@ class ParsingOptions:
     shows_reasoning: bool = True
     is_strict: bool = False
     has_form: bool = False
+    continues_message: bool = False
     tools: ToolParameters = field(default_factory=ToolParameters)
 
 
@@ -170,12 +172,15 @@ class AnswerParsers:
         is_read = options.reads_calls and self.reads_tools
         return (*self._reasoning_markers, *(markers_of(self.tools) if is_read else ()))
 
-    def grammar(self, prompt_end: str, grammar: CallGrammar) -> CallsGrammar | None:
+    def grammar(
+        self, prompt_end: str, grammar: CallGrammar, continues_message: bool = False
+    ) -> CallsGrammar | None:
         """Return the grammar of answers whose calls fit a schema, or None if the format has none.
 
         Args:
             prompt_end: see `new`.
             grammar: writer of the parts of the grammar.
+            continues_message: see `ParsingOptions`.
         """
         if not self.reads_tools:
             return None
@@ -187,10 +192,12 @@ class AnswerParsers:
         if not forms:
             return None
         pair = None if tags is None else (tags.start, tags.end)
-        is_open = tags is not None and tags.are_open(prompt_end)
+        is_open = tags is not None and tags.are_open(prompt_end, continues_message)
         return CallsGrammar(grammar.text(forms, pair, is_open), notation)
 
-    def form_grammar(self, prompt_end: str, special_id: SpecialId) -> str:
+    def form_grammar(
+        self, prompt_end: str, special_id: SpecialId, continues_message: bool = False
+    ) -> str:
         """Return the grammar of answers whose content, after the reasoning, has a given form.
 
         The grammar is empty if the answer contains no reasoning, so that all of it has the form.
@@ -198,13 +205,15 @@ class AnswerParsers:
         Args:
             prompt_end: see `new`.
             special_id: see `SpecialId`.
+            continues_message: see `ParsingOptions`.
         """
         if self._is_harmony:
             return harmony_form_grammar(special_id) if begins_message(prompt_end) else ""
         tags = self.tags
         if tags is None or tags.are_closed(prompt_end):
             return ""
-        return tagged_form_grammar(tags, tags.are_open(prompt_end), special_id)
+        is_open = tags.are_open(prompt_end, continues_message)
+        return tagged_form_grammar(tags, is_open, special_id)
 
     def new(self, prompt_end: str, options: ParsingOptions) -> OutputParser | None:
         """Return the parser of one answer, or None if the whole answer is content.
@@ -228,6 +237,6 @@ class AnswerParsers:
             new_tool_parser(self.tools, options.tools, options.is_strict) if reads_calls else None
         )
         if self.tags is not None:
-            first = ThinkParser(self.tags, self.tags.are_open(prompt_end))
-            return AnswerParser(first, calls, options)
+            is_open = self.tags.are_open(prompt_end, options.continues_message)
+            return AnswerParser(ThinkParser(self.tags, is_open), calls, options)
         return None if calls is None else AnswerParser(calls, None, options)

@@ -13,9 +13,9 @@ class Tags:
     Attributes:
         start: begins the reasoning.
         end: ends the reasoning.
-        is_open: if True, the reasoning has begun unless the prompt ends with the end tag. If False,
-            the reasoning has begun if the start tag is at the end of the prompt or at the start of
-            the answer.
+        is_open: if True, the reasoning of a new message has begun unless the prompt ends with the
+            end tag. If False, the reasoning has begun if the start tag is at the end of the prompt
+            or at the start of the answer.
         start_token: special token with which `start` begins, if text follows it within `start`.
     """
 
@@ -29,10 +29,17 @@ class Tags:
         """The texts of the tags that may be special tokens."""
         return self.start_token or self.start, self.end
 
-    def are_open(self, prompt_end: str) -> bool:
-        """Return whether an answer begins with reasoning, given the end of its prompt's text."""
+    def are_open(self, prompt_end: str, continues_message: bool = False) -> bool:
+        """Return whether an answer begins with reasoning.
+
+        Args:
+            prompt_end: text at the end of the prompt.
+            continues_message: whether the answer continues the last message of the prompt.
+        """
         text = prompt_end.rstrip()
-        return text.endswith(self.start) or (self.is_open and not text.endswith(self.end))
+        if text.endswith(self.start):
+            return True
+        return self.is_open and not continues_message and not text.endswith(self.end)
 
     def are_closed(self, prompt_end: str) -> bool:
         """Return whether the reasoning has already ended, given the end of the prompt's text."""

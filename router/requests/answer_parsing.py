@@ -87,8 +87,15 @@ class ModelParsers:
         """True if one token ends the model's reasoning, so that the end can be forced."""
         return self._reasoning_end() is not None
 
-    def thinking_budget(self, num_tokens: int, prompt: Sequence[int]) -> ThinkingBudget:
+    def thinking_budget(
+        self, num_tokens: int, prompt: Sequence[int], continues_message: bool = False
+    ) -> ThinkingBudget:
         """Return the thinking budget of `num_tokens` tokens for the answers to a prompt.
+
+        Args:
+            num_tokens: the largest number of reasoning tokens.
+            prompt: token ids of the prompt.
+            continues_message: see `ParsingOptions`.
 
         Raises:
             ServingError: INVALID if the reasoning of this model cannot be limited.
@@ -99,7 +106,7 @@ class ModelParsers:
             if tags is not None:
                 reason = "no single token ends the reasoning of this model"
             raise invalid(f"{NAME} is not supported, because {reason}: leave out {NAME}", NAME)
-        if tags.are_open(_prompt_end(self._tokenizer, prompt)):
+        if tags.are_open(_prompt_end(self._tokenizer, prompt), continues_message):
             return ThinkingBudget(num_tokens, end)
         start = self._tokenizer.encode(tags.start, add_special_tokens=False)
         return ThinkingBudget(num_tokens, end, tuple(start))
@@ -122,7 +129,11 @@ class ModelParsers:
             )
 
     def strict_form(
-        self, prompt: Sequence[int], calls: bytes, is_parallel: bool = True
+        self,
+        prompt: Sequence[int],
+        calls: bytes,
+        is_parallel: bool = True,
+        continues_message: bool = False,
     ) -> StructuredOutputs:
         """Return the constraint on answers to a prompt with strict functions.
 
@@ -130,6 +141,7 @@ class ModelParsers:
             prompt: token ids of the prompt.
             calls: the functions, from `strict_calls`.
             is_parallel: whether an answer may have several calls; if not, it ends after one call.
+            continues_message: see `ParsingOptions`.
 
         Raises:
             ServingError: INVALID if the model's format of calls has no grammar.
@@ -139,7 +151,7 @@ class ModelParsers:
         def grammar_of(names: Sequence[str]) -> CallsGrammar | None:
             special = sorted(self._tokenizer.token_bytes.special)
             grammar = CallGrammar(names, self._special_id, special, is_parallel)
-            return self._parsers.grammar(end, grammar)
+            return self._parsers.grammar(end, grammar, continues_message)
 
         form = strict_form(calls, grammar_of)
         if form is None:
@@ -150,13 +162,20 @@ class ModelParsers:
             )
         return form
 
-    def answer_form(self, prompt: Sequence[int], form: StructuredOutputs) -> StructuredOutputs:
+    def answer_form(
+        self, prompt: Sequence[int], form: StructuredOutputs, continues_message: bool = False
+    ) -> StructuredOutputs:
         """Return the constraint on answers to a prompt whose content must satisfy `form`.
 
         If the answers may contain reasoning, `form` applies after the reasoning.
+
+        Args:
+            prompt: token ids of the prompt.
+            form: the constraint on the content.
+            continues_message: see `ParsingOptions`.
         """
         end = _prompt_end(self._tokenizer, prompt)
-        grammar = self._parsers.form_grammar(end, self._special_id)
+        grammar = self._parsers.form_grammar(end, self._special_id, continues_message)
         return after_reasoning(grammar, form) if grammar else form
 
     def _special_id(self, text: str) -> int | None:

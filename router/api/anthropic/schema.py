@@ -118,7 +118,10 @@ class CountTokensBody(ChatBody):
         return [CONTINUES] if continues_last(self.messages) else []
 
     def read_kept(self, kept: Sequence[bytes]) -> None:
-        """Read the result of `kept`; must be called before `template_options`."""
+        """Read the result of `kept`.
+
+        Must be called before `template_options` and `parsing_options`.
+        """
         self._continues = CONTINUES in kept
 
     def template_options(self, known: Collection[str]) -> TemplateOptions:
@@ -217,6 +220,7 @@ class MessagesBody(CountTokensBody):
             forced_name=(choice.name or "") if choice is not None else "",
             is_parallel=self._is_parallel,
             is_strict=bool(chat.strict_calls),
+            continues_message=self._continues,
             tools=ToolParameters(chat.tools),
         )
 

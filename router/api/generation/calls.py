@@ -149,8 +149,10 @@ class GenerationCalls:
         # If the whole answer must have a given form, it cannot contain calls, so `strict` has no
         # effect.
         if chat.strict_calls and sampling.structured_outputs is None:
-            is_parallel = body.parsing_options(chat).is_parallel
-            form = self._parsers.strict_form(prompt, chat.strict_calls, is_parallel)
+            parsing = body.parsing_options(chat)
+            form = self._parsers.strict_form(
+                prompt, chat.strict_calls, parsing.is_parallel, parsing.continues_message
+            )
             sampling = replace(sampling, structured_outputs=form)
         return prompt, sampling
 
@@ -207,12 +209,14 @@ class GenerationCalls:
         """Return sampling parameters whose budget and constraint depend on the prompt's end."""
         budget, parsing = options.thinking_budget, options.parsing
         form = sampling.structured_outputs
+        continues = parsing is not None and parsing.continues_message
         if budget is not None:
-            limit = self._parsers.thinking_budget(budget, prompt)
+            limit = self._parsers.thinking_budget(budget, prompt, continues)
             sampling = replace(sampling, thinking_budget=limit)
         if form is None or form.kind == "tool_calls" or parsing is None or parsing.is_forced:
             return sampling
-        return replace(sampling, structured_outputs=self._parsers.answer_form(prompt, form))
+        form = self._parsers.answer_form(prompt, form, continues)
+        return replace(sampling, structured_outputs=form)
 
 
 def _with_form(options: ParsingOptions, form: StructuredOutputs | None) -> ParsingOptions:

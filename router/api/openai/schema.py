@@ -289,6 +289,7 @@ class ChatCompletionRequest(Conversation, BaseRequest):
             is_parallel=self.parallel_tool_calls is not False,
             shows_reasoning=self.include_reasoning is not False,
             is_strict=bool(chat.strict_calls),
+            continues_message=bool(self.continue_final_message),
             tools=ToolParameters(chat.tools),
         )
 

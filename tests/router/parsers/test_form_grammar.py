@@ -23,10 +23,11 @@ from penstock.common.structured_outputs import (
 from penstock.router.parsers.answer_parser import ParsingOptions
 from penstock.router.parsers.harmony import CALL, CHANNEL, CONSTRAIN, END, MESSAGE, ROLE, START
 from penstock.router.parsers.parser_names import REASONING_TAGS
+from penstock.router.requests.strict_calls import strict_calls
 from penstock.workers.sampling.mask_processors import mask_processors
 from tests.support.parsed import answer_of, parse
 from tests.support.strict_model import END as END_TOKEN
-from tests.support.strict_model import Model
+from tests.support.strict_model import FUNCTIONS, Model
 
 NAME: Mapping[str, Any] = {
     "type": "object",
@@ -136,6 +137,23 @@ def test_start_tag_may_be_missing_or_repeated(tmp_path: Path) -> None:
                 check_allowed(model, prompt, SCHEMA, f'{start}a</think>{{"name": "b"}}')
         assert model.read(model.form_matcher("hello", SCHEMA), '{"name": "b"}') == '{"name": "b"}'
         assert not is_complete(model.form_matcher("hello", SCHEMA))
+
+
+def test_continued_message_needs_no_reasoning(tmp_path: Path) -> None:
+    model = Model(tmp_path, "hermes", True, "deepseek_r1")
+    tokens = model.tokenizer.encode("hello", add_special_tokens=False)
+    assert not model.parsers.thinking_budget(20, tokens).start
+    assert model.parsers.thinking_budget(20, tokens, continues_message=True).start
+    form = model.parsers.answer_form(tokens, SCHEMA, continues_message=True)
+    matcher = model.vocabulary.compile(form).matcher()
+    assert model.read(matcher, '{"name": "b"}') == '{"name": "b"}'
+    assert is_complete(matcher)
+    calls = model.parsers.strict_form(tokens, strict_calls(FUNCTIONS), continues_message=True)
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    assert model.read(model.vocabulary.compile(calls).matcher(), f"I add.{call}") == f"I add.{call}"
+    # The call of a new message would be reasoning, in which nothing is constrained.
+    wrong = f"I add.{call.replace('1', 'x')}"
+    assert model.read(model.vocabulary.compile(calls).matcher(), wrong) != wrong
 
 
 @pytest.mark.parametrize("is_special", [False, True])

@@ -63,6 +63,13 @@ def test_prompt_shows_whether_reasoning_has_begun(
     assert tags.are_open(prompt_end) == is_open
 
 
+def test_only_a_start_tag_begins_the_reasoning_of_a_continued_message() -> None:
+    tags = REASONING_TAGS["deepseek_r1"]
+    assert tags is not None
+    assert not tags.are_open("assistant: The answer is", continues_message=True)
+    assert tags.are_open("assistant<think>\n", continues_message=True)
+
+
 ANALYSIS = "<|channel|>analysis<|message|>"
 FINAL = "<|channel|>final<|message|>"
 SUM = '{"a": 17, "b": "<x>😀"}'
