@@ -103,7 +103,7 @@ class ModelParsers:
         tags, end = self._parsers.tags, self._reasoning_end()
         if tags is None or end is None:
             reason = "this model does not reason"
-            if tags is not None:
+            if self.reads_reasoning:
                 reason = "no single token ends the reasoning of this model"
             raise invalid(f"{NAME} is not supported, because {reason}: leave out {NAME}", NAME)
         if tags.are_open(_prompt_end(self._tokenizer, prompt), continues_message):

@@ -116,13 +116,22 @@ async def test_invalid_budgets_are_refused_by_name(client: Any) -> None:
         )
 
 
-@pytest.mark.parametrize("template", [REASONS, TEMPLATE])
-async def test_models_without_a_token_that_ends_reasoning(tmp_path: Path, template: str) -> None:
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (REASONS, "no single token ends the reasoning of this model"),
+        (f"{TEMPLATE}{{# <|channel|> #}}", "no single token ends the reasoning of this model"),
+        (TEMPLATE, "this model does not reason"),
+    ],
+)
+async def test_models_without_a_token_that_ends_reasoning(
+    tmp_path: Path, template: str, reason: str
+) -> None:
     tokenizer = WITHOUT_MARKS if template == REASONS else TOKENIZER
     config = RouterConfig(write_folder(tmp_path / "model", tokenizer, template), "stub")
     async with serving(config, StubWorker()) as served:
         async with openai_client.connect(served) as client:
-            with pytest.raises(openai.BadRequestError, match="leave out thinking_token_budget"):
+            with pytest.raises(openai.BadRequestError, match=f"{reason}: leave out thinking_token"):
                 await chat(client, thinking_token_budget=5)
             assert not served.worker.submits
         if template == REASONS:  # For /v1/messages, a template that reads the budget is enough.
