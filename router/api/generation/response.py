@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from time import monotonic
 from typing import Protocol
 
 from starlette.responses import Response
@@ -113,8 +114,9 @@ class GenerationResponse(Response):
         stream: whether to send server-sent events instead of one JSON object.
         refusal: makes the error response if the call fails before its first tokens.
         headers: further headers.
-        keep_alive: returns the events to send after each `KEEP_ALIVE_SECONDS` without an event.
-            None if a stream must not begin before its first token.
+        keep_alive: returns the events to send after each `KEEP_ALIVE_SECONDS` without an event,
+            even if tokens arrive that cause no event. None if a stream must not begin before its
+            first token.
         late_headers: called when the headers of a successful response are sent; returns further
             headers.
     """
@@ -138,12 +140,14 @@ class GenerationResponse(Response):
         self._keep_alive = keep_alive if stream else None
         self._late_headers = late_headers
         self._has_begun = False
+        self._sent_at = 0.0
         self._slices = Slices()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body: BodyWriter = scope["extensions"][BODY_WRITER]
         body.watch(self._deltas.close)
         answers = Answers()
+        self._sent_at = monotonic()
         try:
             # A call that fails before its first tokens gets an error status, so wait for them.
             first = await self._next_delta(send)
@@ -185,14 +189,22 @@ class GenerationResponse(Response):
         if self._keep_alive is None:
             return await anext(self._deltas)
         while True:
-            num_written = writer.num_written if writer else 0
+            sent_at = self._sent_at if writer is None else max(self._sent_at, writer.written_at)
+            seconds = sent_at + KEEP_ALIVE_SECONDS - monotonic()
+            if seconds <= 0:
+                await self._begin(send)
+                await self._send_events(send, (self._keep_alive(),))
+                continue
             try:
-                async with asyncio.timeout(KEEP_ALIVE_SECONDS):
+                async with asyncio.timeout(seconds):
                     return await anext(self._deltas)
             except TimeoutError:
-                if writer is None or writer.num_written == num_written:
-                    await self._begin(send)
-                    await send_event(send, (self._keep_alive(),), self._slices)
+                pass  # the writer may have written events while this method waited
+
+    async def _send_events(self, send: Send, fragments: Iterable[str]) -> None:
+        """Send events that do not end the stream."""
+        if await send_event(send, fragments, self._slices):
+            self._sent_at = monotonic()
 
     async def _begin(self, send: Send) -> None:
         """Send the status and the headers of a stream, if they were not sent yet."""
@@ -212,22 +224,22 @@ class GenerationResponse(Response):
 
     async def _send_stream(self, first: Delta, send: Send, body: BodyWriter) -> None:
         await self._begin(send)
-        slices = self._slices
-        await send_event(send, self._formatter.chunk(first), slices)
-        writer = _EventWriter(body, self._formatter, self._deltas)
+        await self._send_events(send, self._formatter.chunk(first))
+        is_timed = self._keep_alive is not None
+        writer = _EventWriter(body, self._formatter, self._deltas, is_timed)
         self._deltas.writer = writer.write
         last: Iterable[str]
         try:
             delta = await self._next_delta(send, writer)
             while not self._deltas.has_ended:
-                await send_event(send, self._formatter.chunk(delta), slices)
+                await self._send_events(send, self._formatter.chunk(delta))
                 delta = await self._next_delta(send, writer)
             last = self._ending(delta)
         except StopAsyncIteration:
             last = (self._formatter.end_of_stream(),)
         except ServingError as error:
             last = self._formatter.error_events(error)
-        await send_event(send, last, slices, is_last=True)
+        await send_event(send, last, self._slices, is_last=True)
 
     def _ending(self, last: Delta) -> Iterator[str]:
         """Yield the events of the last delta and of the end of a stream."""
@@ -242,20 +254,26 @@ class _EventWriter:
         body: the body of the response.
         formatter: makes the events.
         deltas: the answers of the call, which fails if an event cannot be written.
+        is_timed: whether to set `written_at`.
 
     Attributes:
-        num_written: number of tokens that were written.
+        written_at: time at which the latest events were written.
     """
 
-    __slots__ = ("_body", "_chunk", "_deltas", "num_written")
+    __slots__ = ("_body", "_chunk", "_deltas", "_is_timed", "written_at")
 
     def __init__(
-        self, body: BodyWriter, formatter: ResponseFormatter, deltas: ResponseStream
+        self,
+        body: BodyWriter,
+        formatter: ResponseFormatter,
+        deltas: ResponseStream,
+        is_timed: bool,
     ) -> None:
         self._body = body
         self._chunk = formatter.token_chunk
         self._deltas = deltas
-        self.num_written = 0
+        self._is_timed = is_timed
+        self.written_at = 0.0
 
     def write(self, index: int, choice: int, position: int, token: int, text: str) -> bool:
         """Send a token immediately (a `TokenWriter`)."""
@@ -266,7 +284,8 @@ class _EventWriter:
                 return False
             if chunk:  # an empty chunk would mark the end of the HTTP body
                 body.write_chunk(chunk)
-                self.num_written += 1
+                if self._is_timed:
+                    self.written_at = monotonic()
         # An error of one call must not end the worker's stream, which serves all calls.
         except Exception as error:
             self._deltas.fail(error)

@@ -54,16 +54,22 @@ async def send_json(
 
 async def send_event(
     send: Send, fragments: Iterable[str], slices: Slices, is_last: bool = False
-) -> None:
+) -> bool:
     """Send fragments of an event stream in pieces of limited size.
 
     `slices` lets the event loop run other callbacks after each piece.
+
+    Returns:
+        Whether anything was sent.
     """
+    has_sent = False
     for piece, ends in _pieces(fragments):
         more = not (ends and is_last)
         if piece or not more:
             await send({"type": "http.response.body", "body": piece, "more_body": more})
+            has_sent = True
         await slices.pause()
+    return has_sent
 
 
 class FragmentResponse(Response):
