@@ -49,6 +49,25 @@ async def test_background_response_is_the_same_as_another(model: ResponsesModel)
     assert found == {**without_ids((await model("It is 42.")).to_dict()), "background": True}
 
 
+async def test_running_response_has_input_items_but_cannot_be_continued(
+    model: ResponsesModel,
+) -> None:
+    first = await model("x", input="before")
+    response = await started(model, previous_response_id=first.id)
+    items = model.client.responses.input_items
+    running = (await items.list(response.id, order="asc")).to_dict()
+    assert [item["content"][0]["text"] for item in running["data"]] == ["before", "x", "hello"]
+    with pytest.raises(openai.BadRequestError, match="is still being generated") as refusal:
+        await model.client.responses.create(
+            model="stub", input="x", previous_response_id=response.id
+        )
+    assert refusal.value.param == "previous_response_id"
+    assert refusal.value.code != "previous_response_not_found"
+    model.served.worker.stepping.set()
+    await ended(model, response.id)
+    assert (await items.list(response.id, order="asc")).to_dict() == running
+
+
 async def test_canceled_response_ends_at_the_worker(model: ResponsesModel) -> None:
     response = await started(model)
     frontend = model.served.router.frontend

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 from penstock.router.api.generation.calls import SubmittedCall
@@ -11,6 +11,7 @@ from penstock.router.api.http import internal_error
 from penstock.router.api.responses.event_log import EventBytes, EventLog, EventLogs
 from penstock.router.api.responses.formatter import ResponsesFormatter
 from penstock.router.api.responses.response_object import Outcome, ResponseObject
+from penstock.router.api.responses.stored import StoredItems
 from penstock.router.errors import Code, ServingError
 from penstock.router.requests.background_tasks import BackgroundTasks
 from penstock.router.requests.response_stream import ClientDisconnectedError
@@ -29,6 +30,7 @@ class BackgroundRun:
 
     Args:
         response: the constant members of the response.
+        items: all items of its input.
         call: the submitted call.
         formatter: formats the answer, and records the response when it has ended.
         events: log for the events of the response, or None if the events are not stored.
@@ -37,11 +39,13 @@ class BackgroundRun:
     def __init__(
         self,
         response: ResponseObject,
+        items: Sequence[StoredItems],
         call: SubmittedCall,
         formatter: ResponsesFormatter,
         events: EventLog | None = None,
     ) -> None:
         self.response = response
+        self.input = items
         self.events = events
         self.task: asyncio.Task[None] | None = None
         self._answers = call.answers

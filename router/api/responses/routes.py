@@ -106,7 +106,7 @@ class ResponsesApi:
                 late_headers=load_headers(request, self._frontend),
             )
         events = self._runs.new_events(tenant) if body.stream else None
-        run = BackgroundRun(response, call, formatter, events)
+        run = BackgroundRun(response, items, call, formatter, events)
         self._runs.start(tenant, run)
         headers = {"x-request-id": call.request_id}
         if events is not None:
@@ -118,6 +118,12 @@ class ResponsesApi:
         if previous is None:
             return ()
         name = "previous_response_id"
+        if self._runs.get(tenant, previous) is not None:
+            raise invalid(
+                f"the response {previous[:80]!r} is still being generated: retrieve it until it "
+                "has ended, then continue it",
+                name,
+            )
         found = self._store.get(tenant, previous, name)
         if not found.is_complete:
             raise invalid(
@@ -208,10 +214,11 @@ class ResponsesApi:
         return FragmentResponse(_texts(stored))
 
     async def input_items(self, request: Request) -> Response:
-        """Return a page of the input items of a stored response."""
+        """Return a page of the input items of a stored or running response."""
         _check_query(request, {"after": None, "limit": None, "order": ("asc", "desc")})
-        stored = self._stored(request)
-        page = await list_page(stored.input, request.query_params)
+        run = self._runs.get(request.state.tenant, request.path_params["id"])
+        items = self._stored(request).input if run is None else run.input
+        page = await list_page(items, request.query_params)
         return FragmentResponse(fragment.decode() for fragment in page)
 
 
