@@ -1,10 +1,12 @@
 """The job with which a helper process renders a chat."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from penstock.common.text.chat_renderer import ChatRenderer
 from penstock.common.text.chat_source import ChatTemplateError, TemplateOptions
+from penstock.common.text.template_messages import read_arguments
 from penstock.router.errors import CONTEXT_LENGTH_EXCEEDED, invalid
 from penstock.router.requests.chat_rendering import NO_TEMPLATE, TEMPLATE
 
@@ -19,10 +21,11 @@ def render_job(renderer: ChatRenderer | None, items: Sequence[bytes]) -> list[by
     max_chars, add_prompt, continues, variables = json.loads(items[0])
     tools, documents = (json.loads(item) if item else None for item in items[2:4])
     options = TemplateOptions(add_prompt, continues, variables, tools, documents)
+    messages = json.loads(items[1])
     try:
-        segments = renderer.render(json.loads(items[1]), options)
+        segments = renderer.render(messages, options)
     except ChatTemplateError as error:
-        raise invalid(str(error), "messages") from error
+        raise invalid(f"{error}{_hint(messages)}", "messages") from error
     num_chars = sum(len(segment.text) for segment in segments)
     if num_chars > max_chars:
         raise invalid(
@@ -33,3 +36,16 @@ def render_job(renderer: ChatRenderer | None, items: Sequence[bytes]) -> list[by
         )
     flags = bytes(segment.is_plain for segment in segments)
     return [flags, *(segment.text.encode(errors="replace") for segment in segments)]
+
+
+def _hint(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return a sentence about the first call whose arguments are not a JSON object, if any."""
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            name, arguments = call["function"]["name"], call["function"]["arguments"]
+            if not isinstance(read_arguments(arguments), dict):
+                return (
+                    f". A possible cause: the arguments of a call of {name[:80]!r} are not a JSON "
+                    "object: leave out this call and its result"
+                )
+    return ""

@@ -17,6 +17,7 @@ from tests.support.responses_client import (
     ResponsesModel,
     ended,
     serving_responses,
+    tokens_of,
 )
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -52,6 +53,26 @@ async def test_result_of_a_call_continues_the_response(model: ResponsesModel, st
     assert model.prompt() == (
         f"[user]hello[assistant]<think>why</think>({call.call_id} add a=17 b=25)[tool]42[assistant]"
     )
+
+
+@both
+async def test_call_that_was_cut_off_is_not_passed_to_the_model(
+    model: ResponsesModel, stream: bool
+) -> None:
+    for text, answer in (("I add.", "I add."), ("", "")):
+        begun = f"{text}{CALL[: CALL.index('25}')]}"
+        first = await model(begun, stream, tools=[ADD], max_output_tokens=len(tokens_of(begun)))
+        assert (first.status, first.output[-1].type) == ("incomplete", "function_call")
+        await model("x", stream, input="more", previous_response_id=first.id)
+        assert model.prompt() == f"[user]hello[assistant]{answer}[user]more[assistant]"
+
+
+async def test_refusal_of_the_template_names_a_call_that_was_cut_off(
+    model: ResponsesModel,
+) -> None:
+    call = {"type": "function_call", "call_id": "1", "name": "add", "arguments": '{"a": 1'}
+    with pytest.raises(openai.BadRequestError, match="the arguments of a call of 'add' are not"):
+        await model("x", input=[{"role": "user", "content": "x"}, call])
 
 
 async def test_large_body_continues_a_response(model: ResponsesModel) -> None:

@@ -57,7 +57,7 @@ def with_read_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
     calls = message.get("tool_calls")
     if not calls:
         return message
-    return {**message, "tool_calls": [_with_arguments(call, _read) for call in calls]}
+    return {**message, "tool_calls": [_with_arguments(call, read_arguments) for call in calls]}
 
 
 def with_form(message: Mapping[str, Any], forms: ContentForms) -> Mapping[str, Any]:
@@ -90,7 +90,8 @@ def _with_arguments(call: Mapping[str, Any], change: Any) -> Mapping[str, Any]:
     return {**call, "function": {**function, "arguments": change(function["arguments"])}}
 
 
-def _read(arguments: str) -> object:
+def read_arguments(arguments: str) -> object:
+    """Return the arguments of a call as a mapping; as text if they are not a JSON object."""
     if not arguments.strip():
         return {}
     try:

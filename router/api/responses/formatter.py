@@ -34,12 +34,12 @@ class FinishedResponse:
     Attributes:
         body: the response as JSON, in fragments.
         output: its items.
-        is_complete: whether it has neither failed nor been canceled.
+        status: `completed`, `incomplete`, `failed` or `cancelled`.
     """
 
     body: Sequence[str]
     output: Output
-    is_complete: bool
+    status: str
 
 
 class Recorder(Protocol):
@@ -128,8 +128,7 @@ class ResponsesFormatter:
             body.append(fragment)
             yield fragment
         self._has_ended = True
-        is_complete = outcome.status in ("completed", "incomplete")
-        yield from self._recorder.record(FinishedResponse(body, self._output, is_complete))
+        yield from self._recorder.record(FinishedResponse(body, self._output, outcome.status))
 
     def _usage(self) -> Mapping[str, Any]:
         num_input = len(self._call.prompts[0])

@@ -4,6 +4,8 @@ import io
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from pydantic_core import from_json
+
 from penstock.router.api.openai.json_fragments import array, dumps
 from penstock.router.api.responses.items import PREFIXES, Conversation, InputItem, TextContent
 from penstock.router.parsers.pieces import ARGUMENTS, CALL, CONTENT, REASONING, Piece
@@ -67,6 +69,16 @@ class OutputItem:
     def has_content(self) -> bool:
         """True if the text is in a content part."""
         return self.kind in CONTENT_TYPES
+
+    @property
+    def is_broken_call(self) -> bool:
+        """True if the item is a call whose arguments are not a JSON object."""
+        if self.kind != "function_call":
+            return False
+        try:
+            return not isinstance(from_json(self._text.getvalue().strip() or "{}"), dict)
+        except ValueError:
+            return True
 
     def empty_content_json(self) -> str:
         """Return the JSON of the content part, with an empty text."""
@@ -153,9 +165,17 @@ class Output:
             yield from item.json(last_status if is_last else "completed")
         yield "]"
 
-    def messages(self) -> Sequence[Mapping[str, Any]]:
-        """Return the items as messages for chat templates."""
+    def messages(self, is_incomplete: bool) -> Sequence[Mapping[str, Any]]:
+        """Return the items as messages for chat templates.
+
+        If the answer `is_incomplete`, its last call is left out unless the arguments are a JSON
+        object, because many templates cannot read other arguments. A message without text then
+        replaces an answer that has nothing else.
+        """
         conversation = Conversation()
         for item in self.items:
-            conversation.add(item.as_input())
+            if not (is_incomplete and item is self.last and item.is_broken_call):
+                conversation.add(item.as_input())
+            elif not conversation.messages:
+                conversation.add(OutputItem("message", "", 0, "", "").as_input())
         return conversation.messages

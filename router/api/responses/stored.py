@@ -244,7 +244,7 @@ class ResponseRecorder:
         items: list[bytes] = []
         messages: list[bytes] = []
         yield from _encode(_item_lines(finished.output), items)
-        shown = finished.output.messages()
+        shown = finished.output.messages(finished.status == "incomplete")
         yield from _encode(_message_list(shown), messages)
         ids = "\n".join(item.id for item in finished.output.items).encode()
         count = sum(map(num_chars_of, shown))
@@ -255,7 +255,7 @@ class ResponseRecorder:
                 body,
                 self._input,
                 output,
-                finished.is_complete,
+                finished.status in ("completed", "incomplete"),
                 self._response.is_background,
             )
         )

@@ -195,7 +195,7 @@ def test_finished_response_is_reported_with_what_was_sent(setup: Setup) -> None:
     text = "".join(setup.formatter().full_response([delta(pieces_of(TOKENS), 0, len(TOKENS))]))
     (finished,) = setup.ended
     assert "".join(finished.body) == text
-    assert finished.is_complete
+    assert finished.status == "completed"
 
 
 def test_error_after_the_end_adds_no_events(setup: Setup) -> None:
@@ -223,7 +223,7 @@ def test_codes_of_failed_responses_are_openais(setup: Setup, code: Code, expecte
         *("why", "x"),
     )
     assert failed["response"]["error"] == {"code": expected, "message": "why"}
-    assert not setup.ended[0].is_complete
+    assert setup.ended[0].status == "failed"
 
 
 def test_events_of_a_failed_stream_come_in_short_fragments(setup: Setup) -> None:
