@@ -58,9 +58,13 @@ def renamed(error: ServingError, names: Mapping[str, str]) -> ServingError:
     if error.param is None or error.param not in names:
         return error
     own, name = error.param, names[error.param]
-    # In messages, "prompt" is often an ordinary word instead of a field name, so it is not
-    # replaced.
-    message = error.message if own == "prompt" else re.sub(rf"\b{own}\b", name, error.message)
+    message = error.message
+    # In error messages, "prompt" and "messages" are often ordinary words instead of field names.
+    # "messages" is a field name before "has".
+    if own == "messages":
+        message = re.sub(r"\bmessages has\b", f"{name} has", message)
+    elif own != "prompt":
+        message = re.sub(rf"\b{own}\b", name, message)
     return ServingError(error.code, message, name, error.retry_after, error.reason)
 
 

@@ -274,6 +274,12 @@ async def test_answer_follows_a_schema(model: Model, stream: bool) -> None:
     assert (wanted.kind, json.loads(wanted.text)) == ("json", schema)
 
 
+async def test_refusal_of_a_form_with_a_forced_call_names_the_form(model: Model) -> None:
+    config = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
+    with pytest.raises(anthropic.BadRequestError, match=r"such as output_config\.format: leave"):
+        await model(SUM, **TOOLS, tool_choice={"type": "any"}, output_config=config)
+
+
 def conversations() -> Sequence[dict[str, Any]]:
     call = {"type": "tool_use", "id": "1", "name": "add", "input": {"a": 1}}
     result = {"type": "tool_result", "tool_use_id": "1", "content": "2"}

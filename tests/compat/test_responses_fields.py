@@ -285,6 +285,44 @@ async def test_refusal_names_the_given_limit_of_calls(model: ResponsesModel) -> 
         await model("x", max_tool_calls=-3)
 
 
+@pytest.mark.parametrize(
+    ("mode", "name"), [("auto", "text"), ("required", "tools"), (None, "text")]
+)
+async def test_invalid_schema_is_refused_by_the_name_of_its_field(
+    model: ResponsesModel, mode: str | None, name: str
+) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?<=a)b"}}}
+    body: dict[str, Any] = {"tools": [ADD]}
+    if mode is not None:
+        some = [{"type": "function", "name": "add"}]
+        body["tool_choice"] = {"type": "allowed_tools", "mode": mode, "tools": some}
+    if mode == "required":
+        body["tools"] = [{"type": "function", "name": "add", "parameters": schema}]
+    else:
+        body["text"] = {"format": {"type": "json_schema", "name": "x", "schema": schema}}
+    with pytest.raises(openai.BadRequestError) as refusal:
+        await create(model, **body)
+    assert refusal.value.param == name
+
+
+async def test_refusal_of_a_form_with_a_forced_call_names_the_form(model: ResponsesModel) -> None:
+    with pytest.raises(openai.BadRequestError, match=r"such as text\.format: leave out"):
+        await create(
+            model, tools=[ADD], tool_choice="required", text={"format": {"type": "json_object"}}
+        )
+
+
+async def test_refusal_calls_messages_messages_unless_they_are_the_field(
+    model: ResponsesModel,
+) -> None:
+    call = {"type": "function_call", "call_id": "1", "name": "add", "arguments": "{"}
+    with pytest.raises(openai.BadRequestError, match="check the messages' roles") as refusal:
+        await create(model, input=[call])
+    assert refusal.value.param == "input"
+    with pytest.raises(openai.BadRequestError, match="input has 4097 messages; at most"):
+        await create(model, input=[{"role": "user", "content": "x"}] * 4097)
+
+
 async def test_effort_is_refused_if_the_template_does_not_read_it(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "model", TOKENIZER, "{{ messages }}")
     async with serving_with_client(RouterConfig(folder, "stub")) as (_, client):

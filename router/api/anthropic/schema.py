@@ -46,6 +46,7 @@ class CountTokensBody(ChatBody):
 
     CONTENT: ClassVar[Mapping[str, Any]] = {"messages": [], "system": None, "tools": None}
     FIELD_NAMES: ClassVar[Mapping[str, str]] = {"stop": "stop_sequences"}
+    FORM_FIELD = "output_config.format"
 
     model: str
     messages: Annotated[list[Message], Field(fail_fast=True)]

@@ -137,7 +137,7 @@ class GenerationCalls:
         chat, frontend = parsed.messages, self._frontend
         sampling = self.sampling_params(body, 1)
         if schema := chat.forced_schema:
-            sampling = _forced(sampling, schema)
+            sampling = _forced(sampling, schema, body.FORM_FIELD)
         options = body.template_options(frontend.helpers.template_variables)
         encoding = frontend.prompts.encode_chat(chat, request.state.tenant, options)
         try:
@@ -226,12 +226,15 @@ def _with_form(options: ParsingOptions, form: StructuredOutputs | None) -> Parsi
     return replace(options, has_form=True)
 
 
-def _forced(sampling: SamplingParams, schema: str) -> SamplingParams:
-    """Return sampling parameters that force answers to be tool calls that fit `schema`."""
+def _forced(sampling: SamplingParams, schema: str, form_field: str) -> SamplingParams:
+    """Return sampling parameters that force answers to be tool calls that fit `schema`.
+
+    `form_field` is an example of the client's fields that set the form of an answer.
+    """
     if sampling.structured_outputs is not None:
         raise invalid(
             "a tool_choice that forces calls cannot be combined with a field that sets the form of "
-            "the answer, such as response_format: leave out one of them",
+            f"the answer, such as {form_field}: leave out one of them",
             "tool_choice",
         )
     forced = StructuredOutputs("json", schema)

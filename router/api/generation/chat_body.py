@@ -1,7 +1,7 @@
 """Base class of the request bodies with a chat, in the formats of all HTTP APIs."""
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from penstock.common.sampling_params import SamplingParams
 from penstock.common.text.chat_source import TemplateOptions
@@ -19,6 +19,9 @@ class ChatBody(StrictModel):
     If a helper process parses the body, the helper process calls all of these methods except
     `template_options`, which the router calls.
     """
+
+    # A field that sets the form of the answer.
+    FORM_FIELD: ClassVar[str] = "response_format"
 
     def check_content(self, bounds: RequestBounds, model: ModelLimits) -> None:
         """Refuse fields that are too large or too deeply nested."""
@@ -61,6 +64,8 @@ class AnsweredChat(Protocol):
 
     The fields named in `StrictModel.CONTENT` may be empty when these methods are called.
     """
+
+    FORM_FIELD: ClassVar[str]
 
     @property
     def model(self) -> str | None: ...

@@ -65,6 +65,7 @@ class ResponsesRequest(ChatBody):
 
     CONTENT: ClassVar[Mapping[str, Any]] = {"input": [], "instructions": None, "tools": None}
     FIELD_NAMES: ClassVar[Mapping[str, str]] = {"messages": "input"}
+    FORM_FIELD = "text.format"
 
     model: str | None = None
     input: Input | None = None
@@ -159,11 +160,9 @@ class ResponsesRequest(ChatBody):
         self.num_logprobs()
 
     def _check_background(self) -> None:
-        name = "background"
         if self.background and self.store is False:
-            raise invalid(
-                "'background' cannot be true if 'store' is false: leave out 'store'", name
-            )
+            text = "'background' cannot be true if 'store' is false: leave out 'store'"
+            raise invalid(text, "background")
 
     def check_content(self, bounds: RequestBounds, model: ModelLimits) -> None:
         depth = bounds.max_json_depth
@@ -261,7 +260,10 @@ class ResponsesRequest(ChatBody):
         )
 
     def client_names(self) -> Mapping[str, str]:
-        is_forced = self.tool_choice not in (None, "none", "auto")
+        chosen = self.tool_choice
+        if isinstance(chosen, dict) and chosen.get("type") == "allowed_tools":
+            chosen = chosen.get("mode")
+        is_forced = chosen not in (None, "none", "auto")
         return {
             "messages": "input",
             "prompt": "input",
