@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+import anthropic
+import openai
 import pytest
 
 from penstock.router.config import RouterConfig
@@ -36,3 +38,31 @@ async def test_continued_text_is_content_of_a_model_that_always_reasons(tmp_path
         )
         assert chat.choices[0].message.content == " 42."
         assert "reasoning_content" not in chat.choices[0].message.to_dict()
+
+
+async def test_message_with_calls_cannot_be_continued(tmp_path: Path) -> None:
+    config = RouterConfig(write_folder(tmp_path / "model", TOKENIZER, TEMPLATE), "stub")
+    use = {"type": "tool_use", "id": "1", "name": "add", "input": {"a": 1}}
+    blocks = {"role": "assistant", "content": [use, {"type": "text", "text": "So"}]}
+    called = {
+        "role": "assistant",
+        "content": "So",
+        "tool_calls": [
+            {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+        ],
+    }
+    async with (
+        serving(config, StubWorker()) as served,
+        anthropic_client.connect(served) as messages,
+        openai_client.connect(served) as chats,
+    ):
+        with pytest.raises(anthropic.BadRequestError, match=r"messages\.1\.content\.0: .*tool_use"):
+            await messages.messages.create(model="stub", messages=[BEGUN[0], blocks], max_tokens=50)
+        with pytest.raises(openai.BadRequestError, match="has tool_calls") as refusal:
+            await chats.chat.completions.create(
+                model="stub",
+                messages=[BEGUN[0], called],
+                extra_body={"continue_final_message": True},
+            )
+        assert refusal.value.param == "messages"
+        assert not served.worker.submits

@@ -51,7 +51,7 @@ def continues_last(messages: Sequence[Message]) -> bool:
     """Return True if the last message is from the assistant, so that the answer continues its text.
 
     Raises:
-        ServingError: INVALID if that message does not end with text.
+        ServingError: INVALID if that message does not end with text, or contains calls.
     """
     role, blocks = list(_merged(messages))[-1] if messages else ("user", [])
     if role != "assistant":
@@ -63,6 +63,14 @@ def continues_last(messages: Sequence[Message]) -> bool:
             "this message with a block of type 'text'",
             "messages",
         )
+    for where, block in blocks:
+        if isinstance(block, ToolUseBlock):
+            raise invalid(
+                f"{where}: the answer continues the last message, which has the role 'assistant' "
+                "and must not contain blocks of type 'tool_use', because chat templates write "
+                "calls after the text: add a 'user' message with the results",
+                "messages",
+            )
     return True
 
 

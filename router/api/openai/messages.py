@@ -176,6 +176,13 @@ class Conversation(ChatBody, OpenAiBody):
     def conversation(self) -> list[dict[str, Any]]:
         if not self.messages:
             raise invalid("'messages' is empty: send at least one message", "messages")
+        if self.continue_final_message and self.messages[-1].tool_calls:
+            raise invalid(
+                "the last message has tool_calls, so that it cannot be continued, because chat "
+                "templates write calls after the text: add a message with the role 'tool' at the "
+                "end, and leave out continue_final_message",
+                "messages",
+            )
         return [message.plain() for message in self.messages]
 
     def template_options(self, known: Collection[str]) -> TemplateOptions:
