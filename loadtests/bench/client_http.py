@@ -26,6 +26,9 @@ _TEXT = (
 )
 WORDS = tuple(_TEXT.split())
 
+# Fields of a chat answer's events that contain text. Servers name the reasoning differently.
+_TEXT_FIELDS = ("content", "reasoning_content", "reasoning")
+
 
 class HttpClient:
     """Implementation of `Client` over HTTP: completions or chat completions."""
@@ -70,12 +73,14 @@ class HttpClient:
             async with self._open().post(self._base + self._path, json=body) as response:
                 if response.status != 200:
                     raise RequestFailed(await _refusal(response))
-                done = False
+                done = has_tokens = False
                 async for line in response.content:
                     data = line[5:].strip() if line.startswith(b"data:") else b""
                     done = done or data == b"[DONE]"
                     if data and not done:
-                        yield self._chunk(data)
+                        chunk = self._chunk(data, has_tokens)
+                        has_tokens = has_tokens or chunk.num_tokens != 0
+                        yield chunk
         except TimeoutError:
             raise RequestFailed(
                 f"the answer was not complete after {self._target.timeout:g} s (--timeout)"
@@ -114,31 +119,37 @@ class HttpClient:
             return body | {"messages": messages, "max_completion_tokens": output_len}
         return body | {"prompt": prompt, "max_tokens": output_len}
 
-    def _chunk(self, data: bytes) -> Chunk:
+    def _chunk(self, data: bytes, has_tokens: bool) -> Chunk:
+        """Parse an event. `has_tokens`: whether an earlier event of the answer had a token."""
         try:
             event = json.loads(data)
             if "error" in event:
                 raise RequestFailed(_message(event["error"]))
             usage = event.get("usage") or {}
-            brings = any(self._brings_tokens(choice) for choice in event["choices"])
+            brings = any(self._brings_tokens(choice, has_tokens) for choice in event["choices"])
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError):
             raise RequestFailed(f"invalid event in the response: {data[:80]!r}") from None
         return Chunk(
             None if brings else 0, usage.get("prompt_tokens"), usage.get("completion_tokens")
         )
 
-    def _brings_tokens(self, choice: dict[str, Any]) -> bool:
+    def _brings_tokens(self, choice: dict[str, Any], has_tokens: bool) -> bool:
         """Return whether a streamed event contains a token.
 
         An event with a token may have an empty text: the token may be special, or may end in the
-        middle of a UTF-8 character.
+        middle of a UTF-8 character. Some servers send no text at all with such a token. If no event
+        had a token before the end of the answer, the event with the finish reason counts.
         """
         if self._target.api == "completions":
             return True
         delta = choice["delta"]
-        content = delta.get("content")
+        texts = [delta[name] for name in _TEXT_FIELDS if delta.get(name) is not None]
+        if any(texts) or delta.get("tool_calls"):
+            return True
         # The first event of a chat answer contains only the role and no token.
-        return bool(content) or (content == "" and "role" not in delta)
+        if texts and delta.get("role") is None:
+            return True
+        return not has_tokens and choice.get("finish_reason") is not None
 
 
 async def _refusal(response: aiohttp.ClientResponse) -> str:

@@ -34,6 +34,7 @@ class Behaviour:
     skip: bool = False  # True: leave out one token position of each answer
     shorter_by: int = 0  # number of tokens by which answers are shorter than max_tokens
     hang: bool = False  # True: never answer a request
+    delta_field: str = "content"  # field of a chat event that has the text; "": events lack text
     usage: bool = True
     vocab_size: int = 1000
     max_model_len: int = 4096
@@ -156,7 +157,8 @@ async def _events(behaviour: Behaviour, body: dict[str, Any]) -> AsyncIterator[s
                 return
             await asyncio.sleep(0.001)
             text = "x " * count
-            answer: dict[str, Any] = {"delta": {"content": text}} if chat else {"text": text}
+            delta = {behaviour.delta_field: text} if behaviour.delta_field else {}
+            answer: dict[str, Any] = {"delta": delta} if chat else {"text": text}
             yield _event(finish_reason="length" if last and not chat else None, **answer)
         if chat:
             yield _event(delta={}, finish_reason="length")

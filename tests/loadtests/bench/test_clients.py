@@ -88,6 +88,22 @@ async def test_messages_with_several_tokens(api: Api, address: str, behaviour: B
     assert chunks[-1].output_len == 5
 
 
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning", "tool_calls"])
+async def test_reasoning_and_tool_calls_of_a_chat_are_tokens(field: str) -> None:
+    with http_stub(Behaviour(delta_field=field)) as address:
+        async with opened("chat", address) as client:
+            chunks = await read_chunks(client)
+    assert [chunk.num_tokens for chunk in chunks if chunk.num_tokens != 0] == [None] * 5
+
+
+async def test_token_without_text_arrives_with_the_finish_reason() -> None:
+    with http_stub(Behaviour(delta_field="")) as address:
+        async with opened("chat", address) as client:
+            chunks = await read_chunks(client, output_len=1)
+    # The events are: the role, the token without text, the finish reason, the usage.
+    assert [chunk.num_tokens for chunk in chunks] == [0, 0, None, 0]
+
+
 async def test_refused_request_fails_with_the_reason(
     api: Api, address: str, behaviour: Behaviour
 ) -> None:
