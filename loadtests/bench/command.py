@@ -232,8 +232,9 @@ def _config(options: Options, served: Served) -> dict[str, Any]:
     """Return the options as JSON values, without the API key."""
     config = dataclasses.asdict(options)
     config["served"] = served._asdict()
-    text = json.dumps(config, default=str).replace("Infinity", '"inf"')
-    return dict(json.loads(text))
+    text = json.dumps(config, default=str)
+    # JSON has no infinite numbers, such as in `--rate inf`.
+    return dict(json.loads(text, parse_constant=lambda number: number.replace("Infinity", "inf")))
 
 
 if __name__ == "__main__":

@@ -59,6 +59,15 @@ def test_load_is_sent_and_its_figures_are_printed_and_saved(
     assert sum(row["input_len"] for row in result["requests"]) == result["total_input_tokens"]
 
 
+def test_results_may_contain_the_word_infinity_and_infinite_numbers(tmp_path: Path) -> None:
+    saved = tmp_path / "Infinity.json"
+    with grpc_stub(Behaviour()) as address:
+        assert main([address, *SMALL, "--rate", "inf", "--save-json", str(saved)]) == 0
+    config = json.loads(saved.read_text())["config"]
+    assert config["results"]["save_json"] == str(saved)
+    assert config["work"]["rate"] == "inf"
+
+
 def test_failures_are_counted_and_fail_the_command(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
