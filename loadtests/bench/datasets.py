@@ -71,14 +71,10 @@ def _read(path: Path, number: int, entry: Any) -> Iterator[Conversation]:
         yield Conversation(*texts)
 
 
-def choose(
-    conversations: list[Conversation],
-    count: int,
-    max_input: int | None,
-    max_output: int | None,
-    seed: int,
+def shuffled(
+    conversations: list[Conversation], max_input: int | None, max_output: int | None, seed: int
 ) -> list[Conversation]:
-    """Choose `count` random conversations, or all of them if there are fewer.
+    """Return the conversations that are not too long, in random order.
 
     Args:
         max_input: leave out conversations with more prompt tokens (estimated).
@@ -91,4 +87,4 @@ def choose(
         and (max_output is None or each.output_len <= max_output)
     ]
     random.Random(seed).shuffle(fitting)
-    return fitting[:count]
+    return fitting

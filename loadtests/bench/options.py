@@ -200,8 +200,14 @@ def check_file(name: str, path: Path | None) -> None:
         raise WrongOptions(f"{name} {path}: expected the path of a file in an existing folder")
 
 
-def plan_of(work: Work) -> list[workload.Planned]:
-    """Plan the requests: from a trace if one is given, else random ones.
+def plan_of(work: Work, num_used: int = 0) -> list[workload.Planned]:
+    """Plan the requests: from a trace or a dataset if one is given, else random ones.
+
+    The plan is shorter than `num_requests` if the trace or the dataset has fewer requests.
+
+    Args:
+        num_used: number of requests that an earlier plan with the same seed has taken from the
+            dataset. The plan begins with the conversation after them.
 
     Raises WrongOptions and BadTrace.
     """
@@ -209,7 +215,7 @@ def plan_of(work: Work) -> list[workload.Planned]:
     if work.trace is not None:
         return _plan_trace(work, work.trace)
     if work.dataset is not None:
-        return _plan_dataset(work, work.dataset)
+        return _plan_dataset(work, work.dataset, num_used)
     try:
         inputs = workload.Lengths.parse(work.input_len)
         outputs = workload.Lengths.parse(work.output_len)
@@ -223,20 +229,21 @@ def plan_of(work: Work) -> list[workload.Planned]:
     return plan
 
 
-def _plan_dataset(work: Work, path: Path) -> list[workload.Planned]:
+def _plan_dataset(work: Work, path: Path, num_used: int) -> list[workload.Planned]:
     try:
         found = datasets.read_conversations(path)
     except OSError as error:
         raise WrongOptions(f"--dataset {path}: {error.strerror}") from None
     except datasets.BadDataset as error:
         raise WrongOptions(f"--dataset {error}") from None
-    count = 100 if work.num_requests is None else work.num_requests
-    chosen = datasets.choose(found, count, work.max_input_len, work.max_output_len, work.seed)
-    if not chosen:
+    fitting = datasets.shuffled(found, work.max_input_len, work.max_output_len, work.seed)
+    if not fitting:
         raise WrongOptions(
             f"--dataset {path}: all conversations are longer than --max-input-len or "
             "--max-output-len: raise these limits"
         )
+    count = 100 if work.num_requests is None else work.num_requests
+    chosen = fitting[num_used : num_used + count]
     rate = math.inf if work.rate is None else work.rate
     times = workload.arrivals(len(chosen), rate, work.seed).tolist()
     return [

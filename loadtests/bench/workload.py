@@ -100,7 +100,7 @@ def arrivals(count: int, rate: float, seed: int) -> npt.NDArray[np.float64]:
     The times are scaled so that the last time is exactly count / rate, as in `vllm bench serve`.
     The offered load is then the same for every seed. With an infinite rate all times are 0.
     """
-    if math.isinf(rate):
+    if math.isinf(rate) or count == 0:
         return np.zeros(count)
     gaps = _generator(seed, _ARRIVALS).exponential(1 / rate, size=count)
     times: npt.NDArray[np.float64] = np.cumsum(gaps)

@@ -24,6 +24,15 @@ The sweep ends if a step that keeps the goals exceeds the limit, because the cli
 for the rate.
 """
 
+CLIENT_LATE = (
+    "this client could not send the requests of the next step in time: run several clients, or use "
+    "a faster machine"
+)
+TOO_FEW_REQUESTS = (
+    "the dataset or the trace has too few requests for the next step: lower --step-seconds, or use "
+    "a larger file"
+)
+
 Progress = Callable[[int], AbstractContextManager[Callable[[Outcome], None]]]
 """Returns a context manager that shows the progress of a step with the given number of requests.
 
@@ -37,8 +46,8 @@ class Result:
 
     steps: list[Step] = field(default_factory=list)
     interrupted: bool = False
-    # Whether the sweep ended because the client could not send a step's requests on time.
-    is_client_late: bool = False
+    # Why the sweep ended before the search: CLIENT_LATE, TOO_FEW_REQUESTS or "" (it did not).
+    early_end: str = ""
 
     @property
     def by_rate(self) -> list[Step]:
@@ -83,12 +92,22 @@ def check_sweep(sweep: Sweep, work: Work, goals: Goals | None) -> None:
     check_file("--save-svg", sweep.save_svg)
 
 
-def step_plan(work: Work, sweep: Sweep, rate: float, number: int) -> list[Planned]:
-    """Plan step `number` (from 0) at `rate`. Its prompts differ from those of other steps."""
+def step_plan(
+    work: Work, sweep: Sweep, rate: float, number: int, num_used: int
+) -> list[Planned] | None:
+    """Plan step `number` (from 0) at `rate`. Its prompts differ from those of other steps.
+
+    Args:
+        num_used: number of requests of the earlier steps.
+
+    Returns None if the dataset or the trace has too few requests.
+    """
     count = max(MIN_REQUESTS, math.ceil(rate * sweep.step_seconds))
-    return plan_of(
-        dataclasses.replace(work, rate=rate, num_requests=count, seed=work.seed + number)
-    )
+    # The steps take their prompts from a dataset one after another, so all use the same order.
+    seed = work.seed if work.dataset is not None else work.seed + number
+    step = dataclasses.replace(work, rate=rate, num_requests=count, seed=seed)
+    plan = plan_of(step, num_used)
+    return plan if len(plan) == count else None
 
 
 async def run_sweep(
@@ -106,9 +125,14 @@ async def run_sweep(
     After a cancellation, the step that was running is not in the result.
     """
     search, result = RateSearch(first_rate, sweep.precision), Result()
+    num_used = 0
     while (rate := search.next_rate()) is not None:
         number = len(result.steps)
-        plan = step_plan(work, sweep, rate, number)
+        plan = step_plan(work, sweep, rate, number, num_used)
+        if plan is None:
+            result.early_end = TOO_FEW_REQUESTS
+            return result
+        num_used += len(plan)
         with progress(len(plan)) as on_done:
             load = Load(client, Prompts(vocabulary, work.seed + number), plan, on_done=on_done)
             await load.run()
@@ -117,7 +141,7 @@ async def run_sweep(
             return result
         step = step_of(rate, load.outcomes, load.duration, goals, sweep.attainment)
         if step.has_kept and step.figures.lag.p99 > MAX_LAG_MS:
-            result.is_client_late = True
+            result.early_end = CLIENT_LATE
             return result
         search.record(rate, step.has_kept)
         result.steps.append(step)

@@ -49,22 +49,23 @@ def plot(steps: Sequence[Step], knee: Step | None) -> Iterator[str]:
 def conclusion(result: Result, goals: Goals, attainment: float) -> str:
     """Return the knee of the sweep, with advice, as one line of text."""
     limits = ", ".join(f"{name} {_time(limit)}" for name, limit in goals.limits().items())
-    knee, missed = result.knee(), result.first_missed()
+    knee, missed, early_end = result.knee(), result.first_missed(), result.early_end
     if knee is None:
+        reason = f": {early_end}" if early_end else ""
         if missed is None:
-            return "no step was measured"
+            return f"no step was measured{reason}"
         advice = ADVICE.get(missed.worst_goal, "")
-        return f"no rate kept the goals ({limits}) for {attainment:.0%} of requests; {advice}"
+        found = f"no rate kept the goals ({limits}) for {attainment:.0%} of requests; {advice}"
+        return f"{found}. The sweep ended early{reason}" if early_end else found
     found = (
         f"knee: {knee.rate:.3g} requests/s keep {limits} for {attainment:.0%} of requests, with "
         f"{knee.figures.per_second(knee.figures.total_output):.0f} output tokens/s"
     )
-    if missed is None and result.is_client_late:
-        return f"{found}; this client cannot send more: run several, or use a faster machine"
+    if early_end:
+        found += f", or more: {early_end}"
     if missed is None:
-        return f"{found}; the search ended before a rate missed the goals: raise --rate"
-    if result.is_client_late:
-        found += ", or more: this client could not send the requests of the next step in time"
+        end = "; the search ended before a rate missed the goals: raise --rate"
+        return found if early_end else found + end
     return (
         f"{found}; at {missed.rate:.3g} requests/s {ADVICE.get(missed.worst_goal, '')}. "
         f"Plan one server like this for each {knee.rate:.3g} requests/s of the peak load"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.loadtests.bench.datasets import BadDataset, choose, read_conversations
+from penstock.loadtests.bench.datasets import BadDataset, read_conversations, shuffled
 from penstock.loadtests.bench.options import Work, WrongOptions, plan_of
 
 
@@ -51,17 +51,17 @@ def test_wrong_file_is_refused(tmp_path: Path, content: Any, words: str) -> None
         read_conversations(written(tmp_path, content))
 
 
-def test_same_seed_chooses_the_same_conversations(tmp_path: Path) -> None:
+def test_same_seed_gives_the_same_order_of_conversations(tmp_path: Path) -> None:
     texts = [
         (f"question {number} " * (number + 2), "answer " * (number + 3)) for number in range(20)
     ]
     found = read_conversations(written(tmp_path, [entry(*each) for each in texts]))
-    chosen = choose(found, 8, 60, 25, seed=1)
-    assert chosen == choose(found, 8, 60, 25, seed=1)
-    assert chosen != choose(found, 8, 60, 25, seed=2)
-    assert len(set(chosen)) == 8
-    assert all(each.input_len <= 60 and each.output_len <= 25 for each in chosen)
-    assert len(choose(found, 100, None, None, seed=1)) == 20
+    order = shuffled(found, 60, 25, seed=1)
+    assert order == shuffled(found, 60, 25, seed=1)
+    assert order != shuffled(found, 60, 25, seed=2)
+    assert len(order) == len(set(order)) < 20
+    assert all(each.input_len <= 60 and each.output_len <= 25 for each in order)
+    assert len(shuffled(found, None, None, seed=1)) == 20
 
 
 def test_plan_has_the_texts_and_their_estimated_lengths(tmp_path: Path) -> None:

@@ -96,9 +96,40 @@ def test_ctrl_c_reports_the_steps_that_have_ended() -> None:
 
 
 def test_steps_have_different_prompts_and_the_same_lengths_of_time() -> None:
-    plans = [step_plan(Work(), Sweep(step_seconds=5.0), rate, n) for n, rate in enumerate((1, 40))]
+    sweep = Sweep(step_seconds=5.0)
+    plans = [step_plan(Work(), sweep, rate, n, 0) or [] for n, rate in enumerate((1, 40))]
     assert [len(plan) for plan in plans] == [20, 200]
     assert plans[1][-1].due == pytest.approx(5.0)
+
+
+def test_sweep_ends_when_the_dataset_has_too_few_unused_prompts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    talks = [[{"value": f"question number {n}"}, {"value": "answer " * 4}] for n in range(70)]
+    path = tmp_path / "conversations.json"
+    path.write_text(json.dumps([{"conversations": talk} for talk in talks]))
+    behaviour = Behaviour()
+    flags = ["--dataset", str(path), "--rate", "50", "--step-seconds", "0.4", "--num-warmups", "0"]
+    with grpc_stub(behaviour) as address:
+        assert main([address, *GOALS, *flags]) == 0
+    # The steps at 50/s and 100/s need 20 and 40 prompts, so 10 remain for the step at 200/s.
+    assert len(behaviour.prompts) == len(set(behaviour.prompts)) == 60
+    words = capsys.readouterr().out
+    assert "knee: 100 requests/s" in words
+    assert "too few requests for the next step" in words
+
+
+def test_step_needs_enough_requests_in_the_trace(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    rows = "".join(
+        f"2023-11-16 18:17:0{n % 6},9,9\n" for n in sorted(range(30), key=lambda n: n % 6)
+    )
+    path.write_text(f"TIMESTAMP,ContextTokens,GeneratedTokens\n{rows}")
+    work, sweep = Work(trace=path), Sweep(step_seconds=1.0)
+    assert len(step_plan(work, sweep, 30.0, 0, 0) or []) == 30
+    # A step may have the same rows of the trace as an earlier step: its prompts are still new.
+    assert len(step_plan(work, sweep, 30.0, 1, 30) or []) == 30
+    assert step_plan(work, sweep, 31.0, 2, 60) is None
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.loadtests.bench.metrics import Goals
-from penstock.loadtests.bench.sweep.run import Result
+from penstock.loadtests.bench.sweep.run import CLIENT_LATE, TOO_FEW_REQUESTS, Result
 from penstock.loadtests.bench.sweep.step import Step, step_of
 from penstock.loadtests.bench.sweep.text import HEADER, conclusion, plot, step_line
 from tests.loadtests.bench.sweep.steps import outcome, step
@@ -76,8 +76,17 @@ def test_conclusion_names_the_knee_and_the_goal_that_is_missed(
     assert words in conclusion(Result(steps), GOALS, 0.99)
 
 
-def test_conclusion_says_that_the_client_is_late() -> None:
-    result = Result([step(1.0)], is_client_late=True)
-    assert "this client cannot send more" in conclusion(result, GOALS, 0.99)
-    result = Result([step(1.0), step(4.0, 9.0)], is_client_late=True)
-    assert "or more: this client could not send" in conclusion(result, GOALS, 0.99)
+@pytest.mark.parametrize("reason", [CLIENT_LATE, TOO_FEW_REQUESTS])
+@pytest.mark.parametrize(
+    ("steps", "before"),
+    [
+        ([], "no step was measured: "),
+        ([step(4.0, 9.0)], "add prefill workers. The sweep ended early: "),
+        ([step(1.0)], "output tokens/s, or more: "),
+        ([step(1.0), step(4.0, 9.0)], "output tokens/s, or more: "),
+    ],
+)
+def test_conclusion_says_why_the_sweep_ended_early(
+    steps: list[Step], before: str, reason: str
+) -> None:
+    assert before + reason in conclusion(Result(steps, early_end=reason), GOALS, 0.99)
