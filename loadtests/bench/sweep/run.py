@@ -20,8 +20,8 @@ MIN_REQUESTS = 20
 MAX_LAG_MS = 100.0
 """Limit of the 99th percentile of the delays with which this client sends a step's requests.
 
-The sweep ends if a step that keeps the goals exceeds the limit, because the client is then too slow
-for the rate.
+The sweep ends at a step that exceeds the limit, because the client is too slow for its rate. The
+step does not count: late requests may keep or miss the goals because of the client.
 """
 
 CLIENT_LATE = (
@@ -140,7 +140,7 @@ async def run_sweep(
             result.interrupted = True
             return result
         step = step_of(rate, load.outcomes, load.duration, goals, sweep.attainment)
-        if step.has_kept and step.figures.lag.p99 > MAX_LAG_MS:
+        if step.figures.lag.p99 > MAX_LAG_MS:
             result.early_end = CLIENT_LATE
             return result
         search.record(rate, step.has_kept)

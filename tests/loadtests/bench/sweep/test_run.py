@@ -66,13 +66,14 @@ def test_first_rate_comes_from_the_warm_up(capsys: pytest.CaptureFixture[str]) -
     assert 0 < first < 50  # each answer of the stub takes at least 20 ms
 
 
+@pytest.mark.parametrize("refuse_after", [None, 1])
 def test_client_that_sends_late_ends_the_sweep(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    refuse_after: int | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(run, "MAX_LAG_MS", -1.0)
-    with grpc_stub(Behaviour()) as address:
+    with grpc_stub(Behaviour(refuse_after=refuse_after)) as address:
         assert main([address, *GOALS, *SMALL]) == 1
-    assert "no step was measured" in capsys.readouterr().out
+    assert f"no step was measured: {run.CLIENT_LATE}" in capsys.readouterr().out
 
 
 def test_ctrl_c_reports_the_steps_that_have_ended() -> None:
