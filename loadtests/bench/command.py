@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 async def _bench(options: Options) -> int:
     target, goals = target_of(options), goals_of(options.results.goodput)
-    check_results(options.results)
+    check_results(options.results, options.sweep)
     check_sweep(options.sweep, options.work, goals)
     plan = plan_of(options.work)
     client = HttpClient(target) if target.address.startswith("http") else GrpcClient(target)

@@ -83,6 +83,9 @@ class Work:
     seed: int = option(0, "the same seed gives the same requests at the same times")
 
 
+_DEFAULT = Work()
+
+
 @dataclass(frozen=True, slots=True)
 class Results:
     """Results and exit code."""
@@ -187,8 +190,10 @@ def _milliseconds(text: str) -> float:
         return -1.0
 
 
-def check_results(results: Results) -> None:
+def check_results(results: Results, sweep: Sweep) -> None:
     """Check, before the load starts, that the results can be written. Raises WrongOptions."""
+    if results.save_rows and sweep.sweep:
+        raise WrongOptions("--save-rows cannot be used with --sweep: leave it out")
     if results.save_json is None and results.save_rows:
         raise WrongOptions("--save-rows requires --save-json FILE, the file that gets the rows")
     check_file("--save-json", results.save_json)
@@ -283,9 +288,25 @@ def _check_work(work: Work) -> None:
         raise WrongOptions(f"--seed must be from 0 to 2^63 - 1, not {number_text(work.seed)}")
     if work.trace is None and work.trace_speed != 1:
         raise WrongOptions("--trace-speed requires --trace")
-    if work.trace is None and work.dataset is None and (work.max_input_len or work.max_output_len):
-        raise WrongOptions("--max-input-len and --max-output-len require --trace or --dataset")
+    if work.rate is not None and work.trace_speed != 1:
+        raise WrongOptions("--rate replaces the times of the trace: leave out --trace-speed")
+    if work.num_prefixes != 1 and not work.prefix_len:
+        raise WrongOptions("--num-prefixes requires --prefix-len")
+    _check_source(work)
+
+
+def _check_source(work: Work) -> None:
+    """Check the options that only some sources of requests use. Raises WrongOptions."""
+    if work.trace is None and work.dataset is None:
+        if work.max_input_len or work.max_output_len:
+            raise WrongOptions("--max-input-len and --max-output-len require --trace or --dataset")
+        return
     if work.trace is not None and work.dataset is not None:
         raise WrongOptions("--trace and --dataset cannot be used together: leave out one of them")
-    if work.prefix_len and (work.trace is not None or work.dataset is not None):
+    if work.prefix_len:
         raise WrongOptions("--prefix-len cannot be used with --trace or --dataset: leave out one")
+    if (work.input_len, work.output_len) != (_DEFAULT.input_len, _DEFAULT.output_len):
+        raise WrongOptions(
+            "--input-len and --output-len cannot be used with --trace or --dataset, which have "
+            "their own lengths: use --max-input-len and --max-output-len to limit these"
+        )

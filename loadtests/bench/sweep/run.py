@@ -77,19 +77,26 @@ def check_sweep(sweep: Sweep, work: Work, goals: Goals | None) -> None:
         raise WrongOptions(
             "--num-requests and --concurrency cannot be used with --sweep: leave them out"
         )
+    if work.trace_speed != 1:
+        raise WrongOptions("--trace-speed cannot be used with --sweep: leave it out")
     if work.rate is not None and math.isinf(work.rate):
         raise WrongOptions("--rate inf cannot be used with --sweep: give a finite first rate")
     if work.rate is None and work.num_warmups == 0:
         raise WrongOptions(
             "--sweep has no first rate: give --rate, or set --num-warmups to 1 or more"
         )
+    _check_search(sweep)
+    check_file("--save-svg", sweep.save_svg)
+
+
+def _check_search(sweep: Sweep) -> None:
+    """Check the options of the search for the highest rate. Raises WrongOptions."""
     if not 0 < sweep.step_seconds < math.inf:
         raise WrongOptions(f"--step-seconds must be above 0 and finite, not {sweep.step_seconds:g}")
     if not 0 < sweep.attainment <= 1:
         raise WrongOptions(f"--attainment must be above 0 and at most 1, not {sweep.attainment:g}")
     if not 1 < sweep.precision < math.inf:
         raise WrongOptions(f"--precision must be above 1 and finite, not {sweep.precision:g}")
-    check_file("--save-svg", sweep.save_svg)
 
 
 def step_plan(

@@ -53,7 +53,7 @@ def test_flags_set_the_target_the_plan_and_the_goals(tmp_path: Path) -> None:
     assert {p.output_len for p in plan} <= {4, 5, 6}
     assert goals_of(read.results.goodput) == Goals(200.0, 50.0, None)
     assert read.results.allow_failures
-    check_results(read.results)
+    check_results(read.results, read.sweep)
 
 
 @pytest.mark.parametrize(
@@ -97,6 +97,10 @@ def test_wrong_server_options_are_refused(argv: str, message: str) -> None:
         ("--trace-speed 2", "requires --trace"),
         ("--trace x --trace-speed 0", "--trace-speed must be above 0"),
         ("--trace x --max-output-len 0", "--max-output-len must be 1"),
+        ("--trace x --trace-speed 2 --rate 1", "leave out --trace-speed"),
+        ("--trace x --input-len 9", "cannot be used with --trace or --dataset"),
+        ("--dataset x --output-len 9", "cannot be used with --trace or --dataset"),
+        ("--num-prefixes 2", "requires --prefix-len"),
     ],
 )
 def test_wrong_work_options_are_refused(argv: str, message: str) -> None:
@@ -140,10 +144,12 @@ def test_goals_have_milliseconds_or_a_unit() -> None:
 
 def test_wrong_result_options_are_refused(tmp_path: Path) -> None:
     with pytest.raises(WrongOptions, match="--save-rows requires"):
-        check_results(Results(save_rows=True))
+        check_results(Results(save_rows=True), Sweep())
+    with pytest.raises(WrongOptions, match="--save-rows cannot be used with --sweep"):
+        check_results(Results(save_rows=True, save_json=tmp_path / "o.json"), Sweep(sweep=True))
     for path in (tmp_path, tmp_path / "none" / "o.json"):
         with pytest.raises(WrongOptions, match="a file in an existing folder"):
-            check_results(Results(save_json=path))
+            check_results(Results(save_json=path), Sweep())
 
 
 def test_trace_sets_times_lengths_and_prefixes(tmp_path: Path) -> None:

@@ -139,6 +139,7 @@ def test_step_needs_enough_requests_in_the_trace(tmp_path: Path) -> None:
         (Sweep(save_svg=Path("a.svg")), Work(), "--save-svg requires --sweep"),
         (Sweep(sweep=True), Work(num_requests=5), "cannot be used with --sweep"),
         (Sweep(sweep=True), Work(concurrency=5), "cannot be used with --sweep"),
+        (Sweep(sweep=True), Work(trace=Path("t"), trace_speed=2.0), "cannot be used with --sweep"),
         (Sweep(sweep=True), Work(rate=float("inf")), "give a finite first rate"),
         (Sweep(sweep=True), Work(num_warmups=0), "has no first rate"),
         (Sweep(sweep=True, step_seconds=0.0), Work(), "--step-seconds"),
