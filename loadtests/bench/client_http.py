@@ -81,6 +81,10 @@ class HttpClient:
                         chunk = self._chunk(data, has_tokens)
                         has_tokens = has_tokens or chunk.num_tokens != 0
                         yield chunk
+        except aiohttp.ConnectionTimeoutError:
+            raise RequestFailed(
+                f"cannot connect: no connection after {_TIMEOUT_SECONDS:g} s"
+            ) from None
         except TimeoutError:
             raise RequestFailed(
                 f"the answer was not complete after {self._target.timeout:g} s (--timeout)"
@@ -100,7 +104,9 @@ class HttpClient:
             key = self._target.api_key
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0),
-                timeout=aiohttp.ClientTimeout(total=self._target.timeout, sock_connect=10.0),
+                timeout=aiohttp.ClientTimeout(
+                    total=self._target.timeout, sock_connect=_TIMEOUT_SECONDS
+                ),
                 headers={"Authorization": f"Bearer {key}"} if key else None,
             )
         return self._session

@@ -49,16 +49,17 @@ def plot(steps: Sequence[Step], knee: Step | None) -> Iterator[str]:
 def conclusion(result: Result, goals: Goals, attainment: float) -> str:
     """Return the knee of the sweep, with advice, as one line of text."""
     limits = ", ".join(f"{name} {_time(limit)}" for name, limit in goals.limits().items())
+    fraction = f"{100 * attainment:g}%"
     knee, missed, early_end = result.knee(), result.first_missed(), result.early_end
     if knee is None:
         reason = f": {early_end}" if early_end else ""
         if missed is None:
             return f"no step was measured{reason}"
         advice = ADVICE.get(missed.worst_goal, "")
-        found = f"no rate kept the goals ({limits}) for {attainment:.0%} of requests; {advice}"
+        found = f"no rate kept the goals ({limits}) for {fraction} of requests; {advice}"
         return f"{found}. The sweep ended early{reason}" if early_end else found
     found = (
-        f"knee: {knee.rate:.3g} requests/s keep {limits} for {attainment:.0%} of requests, with "
+        f"knee: {knee.rate:.3g} requests/s keep {limits} for {fraction} of requests, with "
         f"{knee.figures.per_second(knee.figures.total_output):.0f} output tokens/s"
     )
     if early_end:

@@ -2,10 +2,11 @@
 
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractContextManager, asynccontextmanager
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
 
 import pytest
 
+from penstock.loadtests.bench import client_http
 from penstock.loadtests.bench.client_grpc import GrpcClient
 from penstock.loadtests.bench.client_http import WORDS, HttpClient
 from penstock.loadtests.bench.clients import (
@@ -160,6 +161,23 @@ async def test_unreachable_server_is_reported(key: Api) -> None:
             with pytest.raises(ServerUnusable, match=str(port)):
                 await client.describe()
             with pytest.raises(RequestFailed, match=r"[Rr]efused"):
+                await read_chunks(client)
+
+
+async def test_timeout_of_the_connection_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_http, "_TIMEOUT_SECONDS", 0.2)
+    with ExitStack() as stack:
+        server = stack.enter_context(socket.socket())
+        server.bind(("127.0.0.1", 0))
+        server.listen(0)
+        # These connections fill the queue of the server, which accepts none of them.
+        for _ in range(4):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(server.getsockname())
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
+        async with opened("completions", address) as client:
+            with pytest.raises(RequestFailed, match=r"^cannot connect: no connection after 0\.2 s"):
                 await read_chunks(client)
 
 

@@ -76,6 +76,11 @@ def test_conclusion_names_the_knee_and_the_goal_that_is_missed(
     assert words in conclusion(Result(steps), GOALS, 0.99)
 
 
+@pytest.mark.parametrize("steps", [[step(1.0)], [step(1.0, 9.0)]])
+def test_conclusion_does_not_round_the_attainment(steps: list[Step]) -> None:
+    assert "for 99.5% of requests" in conclusion(Result(steps), GOALS, 0.995)
+
+
 @pytest.mark.parametrize("reason", [CLIENT_LATE, TOO_FEW_REQUESTS])
 @pytest.mark.parametrize(
     ("steps", "before"),
