@@ -189,6 +189,9 @@ class ChaosRun:
         if state is None:
             return ["the router does not run"]
         left = [f"the router has {state.streams} requests"] if state.streams else []
+        listed = {worker.worker for worker in state.workers}
+        missing = [each.name for each in self._cluster.workers if each.name not in listed]
+        left += [f"the router does not list {name}" for name in missing]
         for worker in state.workers:
             blocks = {} if worker.numbers is None else worker.numbers.blocks
             held = {name: blocks[name] for name in ("used", "leased", "reserved") if name in blocks}

@@ -133,7 +133,7 @@ class Cluster:
             self.check()
             states = await self.states()
             if len(self.serving) == len(self.workers) and all(
-                states[worker.name].up for worker in self.workers if worker.name in states
+                worker.name in states and states[worker.name].up for worker in self.workers
             ):
                 return True
             await asyncio.sleep(0.05)
