@@ -8,6 +8,7 @@ from random import Random
 import pytest
 
 from training.tasks import FAMILIES, Example, Task
+from training.tasks.arithmetic import is_held_out
 from training.tasks.base import exact
 
 by_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
@@ -82,6 +83,21 @@ def test_problems_of_a_drill_are_also_valid_on_their_own(family: Task) -> None:
         assert example.key
         assert family.accepts(example, example.answer)
         assert not example.history
+
+
+def test_families_about_recall_hold_out_the_same_facts() -> None:
+    recall, recall_long = FAMILIES["recall"], FAMILIES["recall_long"]
+    rng = Random(0)
+    trained = [example for _ in range(40) for example in recall_long.training_examples(rng)]
+    assert not any(recall.is_held_out(example) for example in trained)
+    assert all(recall.is_held_out(example) for example in recall_long.held_out(40))
+
+
+@pytest.mark.parametrize("name", ["addition", "subtraction", "addition_large"])
+def test_held_out_sums_are_those_of_the_families(name: str) -> None:
+    for example in FAMILIES[name].held_out(40):
+        a, sign, b, *_ = example.answer.split()
+        assert is_held_out(int(a), sign, int(b))
 
 
 def test_json_extraction_key_has_the_fields_and_text_of_the_prompt() -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import ast
 import json
 import operator
+import re
 from collections.abc import Callable
 from random import Random
 
 import pytest
 
 from training.tasks import FAMILIES, Example, ToolCall
+from training.tasks.arithmetic import is_held_out
 from training.tasks.offers import CALCULATOR, EXPRESSION, KEY, LOOKUP, has, offer
 from training.tasks.smalltalk import UNKNOWN
 from training.tasks.tools import ROUNDS, is_call, training_conversation
@@ -136,6 +138,17 @@ def test_training_conversations_contain_no_held_out_call() -> None:
                 example = Example("", "", key=ToolCall(name, json.loads(text), "").text())
                 assert not FAMILIES[name].is_held_out(example)
     assert found > 100
+
+
+def test_training_conversations_state_no_held_out_sum() -> None:
+    rng = Random(6)
+    sums: list[tuple[str, ...]] = []
+    for _ in range(2000):
+        for message in training_conversation(rng, WEIGHTS).messages:
+            if message["role"] == "assistant":
+                sums += re.findall(r"^(\d+) ([+-]) (\d+) = ", message["content"] or "")
+    assert len(sums) > 200
+    assert not [each for each in sums if is_held_out(int(each[0]), each[1], int(each[2]))]
 
 
 def test_training_conversations_answer_every_question() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from training.tasks.base import Example, family
+from training.tasks.base import FAMILIES, Example, family
 
 _ADD = (
     "What is {a} + {b}?",
@@ -39,11 +39,22 @@ _COMPARE = (
 )
 
 
+def _key(a: int, sign: str, b: int) -> str:
+    # The key ignores the order of the operands of a sum. Otherwise 4 + 3 could be held out,
+    # although the model sees 3 + 4 in training.
+    return f"{min(a, b)}+{max(a, b)}" if sign == "+" else f"{a}{sign}{b}"
+
+
+def is_held_out(a: int, sign: str, b: int) -> bool:
+    """Return True if a family of sums or differences holds out `a` + `b` or `a` - `b`."""
+    sums = "addition" if max(a, b) < 100 else "addition_large"
+    name = sums if sign == "+" else "subtraction"
+    return FAMILIES[name].is_held_out(Example("", "", _key(a, sign, b)))
+
+
 def _sum(rng: Random, a: int, b: int) -> Example:
-    # The key ignores the order of the operands. Otherwise 4 + 3 could be held out, although the
-    # model sees 3 + 4 in training.
-    key = f"{min(a, b)}+{max(a, b)}"
-    return Example(rng.choice(_ADD).format(a=a, b=b), f"{a} + {b} = {a + b}", key)
+    prompt = rng.choice(_ADD).format(a=a, b=b)
+    return Example(prompt, f"{a} + {b} = {a + b}", _key(a, "+", b))
 
 
 @family(weight=1.5)
@@ -56,7 +67,7 @@ def addition(rng: Random) -> Example:
 def subtraction(rng: Random) -> Example:
     """Questions about differences of two numbers below 100. No held-out pair occurs in training."""
     b, a = sorted((rng.randint(0, 99), rng.randint(0, 99)))
-    return Example(rng.choice(_SUBTRACT).format(a=a, b=b), f"{a} - {b} = {a - b}", f"{a}-{b}")
+    return Example(rng.choice(_SUBTRACT).format(a=a, b=b), f"{a} - {b} = {a - b}", _key(a, "-", b))
 
 
 # Only few of the possible sums occur in training, so the model must learn the general rule of

@@ -57,11 +57,14 @@ _KINDS: tuple[Callable[[Random, int], list[tuple[str, str]]], ...] = (_codes, _h
 
 
 def _all_recalled(rng: Random, count: int) -> list[Example]:
-    """Return one question about each of `count` facts, in random order."""
+    """Return one question about each of `count` facts, in random order.
+
+    The families `recall` and `recall_long` hold out the same facts.
+    """
     facts = rng.choice(_KINDS)(rng, count)
     text = " ".join([rng.choice(_INTRO), *(fact for _, fact in facts)])
     return [
-        Example(f"{text} {question}", answer, answer, again=question)
+        Example(f"{text} {question}", answer, answer, again=question, split="recall")
         for question, answer in rng.sample(facts, count)
     ]
 

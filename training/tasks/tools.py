@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from decimal import Decimal
 from random import Random
 
+from training.tasks.arithmetic import is_held_out
 from training.tasks.base import (
     FAMILIES,
     Conversation,
@@ -91,6 +92,7 @@ _CODE = _LETTERS + "0123456789"
 # texts. The model learns to continue such a start, but not to write the start itself.
 FORCED_STARTS = ('[{"name": "', f'{{"{EXPRESSION}": "', f'{{"{KEY}": "')
 _FORCED_FRACTION = 0.12
+_SUM = re.compile(r"(\d+) ([+-]) (\d+)")
 _SUMS = ("addition", "subtraction", "addition_large", "multiplication")
 
 
@@ -106,8 +108,15 @@ Maker = Callable[[Random, tuple[Tool, ...]], Round]
 
 
 def calculation(rng: Random, tools: tuple[Tool, ...]) -> Round:
-    """Return a question whose answer needs the calculator."""
+    """Return a question whose answer needs the calculator.
+
+    The answer is never a sum or a difference that another family holds out.
+    """
     prompt, expression, result = _compound(rng) if rng.random() < 0.25 else _binary(rng)
+    if (found := _SUM.fullmatch(expression)) and is_held_out(
+        int(found[1]), found[2], int(found[3])
+    ):
+        return calculation(rng, tools)
     call = ToolCall(CALCULATOR, {EXPRESSION: expression}, result)
     return _round(prompt, call, f"{expression} = {result}", tools)
 
