@@ -101,7 +101,8 @@ class Run:
     """Data of a finished training run, from which the model card is written.
 
     Attributes:
-        progress: progress of all training stages except the stage with tools.
+        progress: progress of all training stages except the stage with tools, or None if the
+            training continued an existing model, of which the cost is not known.
         stage: the training stage with tools, or None if the model was trained without tools.
         note: more lines for the section of the card about training.
     """
@@ -110,7 +111,7 @@ class Run:
     about: str
     model: Llama
     seed: int
-    progress: Progress
+    progress: Progress | None
     scores: tuple[Score, ...]
     command: str = "make train-demo"
     note: str = ""
@@ -150,7 +151,9 @@ def _architecture(shape: LlamaShape) -> str:
     )
 
 
-def _cost(progress: Progress) -> str:
+def _cost(progress: Progress | None) -> str:
+    if progress is None:
+        return "the training continued an existing model; the cost of the whole is not known"
     return _COST.format(
         steps=progress.step,
         tokens=progress.tokens / 1e6,

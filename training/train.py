@@ -132,6 +132,12 @@ class Options:
     questions: int
     resume: str
 
+    @property
+    def command(self) -> str:
+        """The command that the model card gives for the training."""
+        resumed = f"python -m training.train --resume {self.resume}"
+        return resumed if self.resume else "make train-demo"
+
     def fitted(self, recipe: Recipe) -> Recipe:
         """Return `recipe` with the seed of this run, and with `minutes` scaled to its time limit.
 
@@ -176,11 +182,12 @@ class Maker:
         return evaluate.transformers_answer(self.folder) if ddp.rank() == 0 else None
 
     def report(
-        self, model: Llama, about: str, progress: Progress, stage: Progress | None = None
+        self, model: Llama, about: str, progress: Progress | None, stage: Progress | None = None
     ) -> None:
         """Print the scores on held-out questions, and write them and the model card to the folder.
 
         Args:
+            progress: progress of all other training stages, or None if it is not known.
             stage: progress of the training stage about tools, or None without such a stage. If
                 there was a stage, the folder has the scores from before it, which the model card
                 shows as well.
@@ -193,7 +200,8 @@ class Maker:
         scores = evaluate.measure(answer, self.options.questions, families=self.families)
         print("\n".join(str(score) for score in scores), flush=True)
         evaluate.write_scores(scores, self.folder)
-        run = model_card.Run(self.name, about, model, self.options.seed, progress, tuple(scores))
+        seed, command = self.options.seed, self.options.command
+        run = model_card.Run(self.name, about, model, seed, progress, tuple(scores), command)
         if stage is not None:
             run = replace(run, stage=model_card.Stage(stage, tuple(before)))
         model_card.write(self.folder, run)
@@ -224,19 +232,24 @@ def _tokenizer(options: Options) -> Tokenizer:
     return tokenizers.train(options.seed)
 
 
-def _make_demo(maker: Maker) -> tuple[Llama, Progress]:
+def _make_demo(maker: Maker) -> tuple[Llama, Progress | None]:
+    """Return the demo model without the stage about tools.
+
+    The progress is None if the training of an existing model was continued.
+    """
     torch.manual_seed(maker.options.seed)
-    if maker.options.resume in ("sibling", "tools"):
-        return checkpoint.load(maker.folder), Progress()
-    if maker.options.resume == "review":
-        model, progress, reviews = checkpoint.load(maker.folder), Progress(), REVIEWS[-1:]
+    if maker.options.resume:
+        model, progress = checkpoint.load(maker.folder), None
+        reviews = REVIEWS[-1:] if maker.options.resume == "review" else ()
     else:
         model, reviews = Llama(DEMO), REVIEWS
         progress = maker.fit(model, DEMO_RECIPE, answer_loss)
     for review in reviews:
         weights = review_weights(maker.answer())
-        progress += maker.fit(model, replace(review, weights=weights), answer_loss)
-    maker.report(model, ABOUT_DEMO, progress)
+        done = maker.fit(model, replace(review, weights=weights), answer_loss)
+        progress = None if progress is None else progress + done
+    if reviews:
+        maker.report(model, ABOUT_DEMO, progress)
     return model, progress
 
 
@@ -247,7 +260,7 @@ def _make_small(maker: Maker, teacher: Llama) -> None:
     maker.report(model, ABOUT_SMALL, progress)
 
 
-def _teach_tools(maker: Maker, model: Llama, progress: Progress) -> None:
+def _teach_tools(maker: Maker, model: Llama, progress: Progress | None) -> None:
     """Continue the training of the demo model with conversations that offer tools.
 
     The small model does not learn to call tools, because it is distilled from the demo model before

@@ -74,6 +74,9 @@ def test_stage_about_tools_continues_the_model_and_changes_its_template(maker: M
     card = (maker.folder / "README.md").read_text()
     assert "| 19/20 | 95.0% (19/20) | yes |" in card
     assert "about tools: 6 steps" in card
+    assert "- command: `python -m training.train --resume tools`" in card
+    assert "cost of the whole is not known" in card
+    assert "0 steps" not in card
     assert "a look-up" in card
 
 
