@@ -32,6 +32,7 @@ from penstock.loadtests.micro.ab_runner import (
     checked,
     steady_rate,
 )
+from penstock.loadtests.micro.cpu_time import cpu_seconds
 from penstock.loadtests.micro.router_cpu import grpc_load, http_load
 from penstock.loadtests.micro.server import Running, serving
 from penstock.loadtests.micro.source_tree import (
@@ -91,7 +92,10 @@ async def measure_engine(tree: SourceTree, amounts: Amounts) -> Figures:
 
 
 async def measure_router(tree: SourceTree, amounts: Amounts) -> Figures:
-    """Return the CPU time of a router process per streamed token, in µs, for each API."""
+    """Return the CPU time of a router per streamed token, in µs, for each API.
+
+    The CPU time of the router's helper processes is included.
+    """
     stub_workers = tree.running(tree.module(STUB_WORKERS), "--step-ms", "20")
     async with stub_workers as (_, workers):
         config = {"model": str(_ROUTER_MODEL), "workers": workers}
@@ -100,8 +104,9 @@ async def measure_router(tree: SourceTree, amounts: Amounts) -> Figures:
             figures = {}
             for api, load in (("http", http_load), ("grpc", grpc_load)):
                 await load(addresses[api], amounts.streams, _WARMUP_TOKENS)
-                work = load(addresses[api], amounts.streams, amounts.stream_tokens)
-                seconds, num_replies = await _cpu_seconds([psutil.Process(pid)], work)
+                before = cpu_seconds(pid)
+                num_replies = await load(addresses[api], amounts.streams, amounts.stream_tokens)
+                seconds = cpu_seconds(pid) - before
                 num_tokens = amounts.streams * amounts.stream_tokens
                 if num_replies < num_tokens // 2:
                     raise MeasurementFailed(

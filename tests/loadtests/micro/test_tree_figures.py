@@ -1,7 +1,12 @@
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
+from penstock.loadtests.micro import tree_figures
 from penstock.loadtests.micro.ab_runner import MeasurementFailed
 from penstock.loadtests.micro.server import Running, free_ports
 from penstock.loadtests.micro.source_tree import SourceTree
@@ -14,6 +19,14 @@ from penstock.loadtests.micro.tree_figures import (
 )
 
 TREE = SourceTree(Path(__file__).resolve().parents[3])
+# The child process uses CPU time for each line that it reads. Its parent process only waits.
+CHILD = """
+import sys
+for line in sys.stdin:
+    for i in range(10**6): pass
+    print("done", flush=True)
+"""
+PARENT = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {CHILD!r}])"
 FEW = Amounts(
     engine_rounds=1,
     streams=4,
@@ -38,6 +51,35 @@ async def test_engine_is_measured() -> None:
 async def test_router_is_measured() -> None:
     figures = await measure_router(TREE, FEW)
     assert figures.keys() == {"router_http", "router_grpc"}
+
+
+async def test_cpu_time_of_the_routers_helper_processes_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as router:
+        assert router.stdin is not None
+
+        @asynccontextmanager
+        async def running(*_: object, **__: object) -> AsyncIterator[tuple[int, dict[str, str]]]:
+            yield router.pid, {"http": "", "grpc": ""}
+
+        async def load(address: str, streams: int, tokens: int) -> int:
+            assert router.stdin is not None
+            assert router.stdout is not None
+            router.stdin.write(b"work\n")
+            router.stdin.flush()
+            assert router.stdout.readline() == b"done\n"
+            return streams * tokens
+
+        monkeypatch.setattr(SourceTree, "running", running)
+        monkeypatch.setattr(tree_figures, "http_load", load)
+        monkeypatch.setattr(tree_figures, "grpc_load", load)
+        figures = await measure_router(TREE, FEW)
+        router.stdin.close()
+    # The child uses more than 1 ms for the 160 tokens of each load.
+    assert min(figures.values()) > 1e3 / 160
 
 
 @pytest.mark.cluster
