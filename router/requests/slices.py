@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from typing import Any
 
 SLICE_SECONDS = 0.002
 
@@ -20,3 +21,11 @@ class Slices:
         if time.perf_counter() - self._began >= SLICE_SECONDS:
             await asyncio.sleep(0)
             self._began = time.perf_counter()
+
+
+async def release(items: list[Any]) -> None:
+    """Remove all items of a list in slices, because their memory may take long to free."""
+    slices = Slices()
+    while items:
+        items.pop()
+        await slices.pause()

@@ -214,6 +214,7 @@ class OpenAiApi:
             call.request_id,
             bool(body.stream),
             late_headers=load_headers(request, frontend),
+            prompts=prompts,
         )
 
     async def _echo(
