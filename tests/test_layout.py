@@ -41,10 +41,14 @@ DECIDING = {
     "penstock.common.sampling_params": {
         *("penstock.common.invalid_parameter", "penstock.common.number_text"),
         *("penstock.common.structured_outputs", "penstock.common.thinking_budget"),
+        "penstock.common.token_ids",
     },
     "penstock.common.structured_outputs": {"penstock.common.invalid_parameter"},
     "penstock.common.thinking_budget": {
         *("penstock.common.invalid_parameter", "penstock.common.number_text"),
+    },
+    "penstock.common.token_ids": {
+        *("numpy", "penstock.common.invalid_parameter", "penstock.common.number_text"),
     },
     "penstock.common.worker_load": set(),
     "penstock.workers.scheduling": {"numpy", *SHARED_RECORDS},

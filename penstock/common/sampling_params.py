@@ -14,6 +14,7 @@ from penstock.common.invalid_parameter import InvalidParameterError as InvalidPa
 from penstock.common.number_text import number_text
 from penstock.common.structured_outputs import StructuredOutputs
 from penstock.common.thinking_budget import ThinkingBudget
+from penstock.common.token_ids import check_token_ids as check_token_ids
 
 UINT64_MAX = 2**64 - 1
 
@@ -263,14 +264,6 @@ class SamplingParams:
 
 def _wrong(name: str, problem: str) -> InvalidParameterError:
     return InvalidParameterError(f"{name} {problem}", name)
-
-
-def check_token_ids(name: str, tokens: Collection[int], vocab_size: int) -> None:
-    """Raise `InvalidParameterError` for parameter `name` if a token is not in the vocabulary."""
-    if tokens and not (min(tokens) >= 0 and max(tokens) < vocab_size):
-        wrong = number_text(min(tokens) if min(tokens) < 0 else max(tokens))
-        outside = f"outside the vocabulary (0 to {vocab_size - 1})"
-        raise _wrong(name, f"contains the token id {wrong}, which is {outside}")
 
 
 def check_bad_words(words: Sequence[str], limits: SamplingLimits) -> None:

@@ -34,10 +34,12 @@ from penstock.router.api.grpc_check import (
     job_items,
 )
 from penstock.router.api.grpc_codec import (
+    TOKENS_PER_SLICE,
     resume_states,
     sampling_params,
     text_reply,
     to_generation_request,
+    token_ids,
 )
 from penstock.router.api.grpc_reflection import reflection_handlers
 from penstock.router.api.grpc_replies import ReplyStream
@@ -50,8 +52,6 @@ from penstock.router.requests.slices import Slices
 from penstock.router.requests.text_decoding import encoded_texts
 
 SERVICE = "penstock.v1.Inference"
-TOKENS_PER_SLICE = 16 << 10
-"""Number of token ids that are serialized without a pause."""
 IS_CHECKED: ContextVar[bool] = ContextVar("is_checked", default=False)
 """Whether a helper process has checked the message of the current call, which has its own task."""
 
@@ -228,7 +228,7 @@ class InferenceApi:
             case "text" if request.text:
                 return await self._frontend.prompts.encode(request.text, tenant)
             case "tokens":
-                return list(request.tokens.ids)
+                return await token_ids(request.tokens.ids)
             case "chat":
                 return await self._encode_chat(request.chat, tenant)
         raise invalid("the prompt is empty: set 'text', 'tokens' or 'chat'", "prompt")
@@ -277,8 +277,8 @@ class InferenceApi:
             ServingError: the request is too expensive, or a parameter is invalid.
         """
         slices = Slices()
-        sampling = sampling_params(request, self._frontend.defaults)
-        await slices.pause()  # reading and checking 128,000 allowed tokens take 3 ms each
+        sampling = await sampling_params(request, self._frontend.defaults)
+        await slices.pause()  # checking 128,000 allowed tokens takes 2 ms
         check_least_cost(sampling, 1, self._frontend.model, self._frontend.config.bounds)
         await slices.pause()
         return sampling

@@ -19,6 +19,7 @@ from penstock.common.sampling_params import (
     check_token_ids,
 )
 from penstock.common.structured_outputs import StructuredOutputs, choice
+from penstock.common.token_ids import MANY_TOKENS
 
 LIMITS = SamplingLimits()
 VOCAB_SIZE = 50
@@ -193,3 +194,14 @@ def test_token_ids_below_zero_or_beyond_the_vocabulary_are_refused() -> None:
         with pytest.raises(InvalidParameterError, match=r"0 to 4") as refusal:
             check_token_ids("x", tokens, 5)
         assert refusal.value.param == "x"
+
+
+@pytest.mark.parametrize("count", [3, MANY_TOKENS, 3 * MANY_TOKENS])
+@pytest.mark.parametrize("wrong", [-1, VOCAB_SIZE, 2**32 - 1, 2**32, 2**63, 10**30, -(10**30)])
+def test_one_unknown_token_of_a_list_is_named(count: int, wrong: int) -> None:
+    tokens = [index % VOCAB_SIZE for index in range(count)]
+    check_token_ids("prompt", tokens, VOCAB_SIZE)
+    tokens[count // 2] = wrong
+    with pytest.raises(InvalidParameterError, match="prompt contains the token id") as error:
+        check_token_ids("prompt", tokens, VOCAB_SIZE)
+    assert "outside the vocabulary (0 to 49)" in str(error.value)

@@ -6,8 +6,9 @@ in fragments that are each fast to parse.
 """
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Generic
 
 from pydantic_core import from_json
@@ -38,6 +39,8 @@ from penstock.router.requests.strict_calls import strict_calls
 
 BODY_KIND = "body"
 """Name of the job that parses a body."""
+
+ALLOWED_TOKENS = "allowed_token_ids"
 
 IDS_PER_FRAGMENT = 32 << 10
 
@@ -157,43 +160,57 @@ def parse_job(bounds: RequestBounds, items: Sequence[bytes]) -> list[bytes]:
     content_fields = wanted & body.CONTENT.keys()
     _check_fields(body, wanted - content_fields)
     empty = {name: body.CONTENT[name] for name in content_fields}
+    allowed: list[bytes] = []
+    if tokens := getattr(body, ALLOWED_TOKENS, None):
+        empty[ALLOWED_TOKENS] = []
+        allowed = list(_fragments(tokens))
     fields = body.model_copy(update=empty).model_dump_json(include=wanted)
     form = body.encode_form() if isinstance(body, StructuredFields) else b""
     if parsed.chat is not None:
         chat = parsed.chat
-        head: list[object] = [type(body).__name__, None, chat.num_chars]
+        head: list[object] = [type(body).__name__, len(allowed), None, chat.num_chars]
         content = [chat.messages, chat.final_text.encode(), chat.tools, chat.documents]
         content += [chat.forced_schema.encode(), chat.strict_calls, *parsed.kept]
     else:
         fragments = [list(_fragments(prompt)) for prompt in parsed.prompts]
-        head = [type(body).__name__, list(map(len, fragments))]
+        head = [type(body).__name__, len(allowed), list(map(len, fragments))]
         content = [each for prompt in fragments for each in prompt]
-    return [dumps(head).encode(), fields.encode(), form, *content]
+    return [dumps(head).encode(), fields.encode(), form, *allowed, *content]
 
 
 async def read_parsed(items: Sequence[bytes]) -> ParsedBody[Any]:
     """Return the body that a helper process has parsed."""
     head, fields, form, *content = items
-    name, counts, *sizes = from_json(head)
+    name, num_allowed, counts, *sizes = from_json(head)
     body = MODELS[name].model_validate_json(fields)
     if isinstance(body, StructuredFields):
         body.restore_form(form)
+    slices = Slices()
+    if num_allowed:
+        tokens = await _joined(content[:num_allowed], slices)
+        setattr(body, ALLOWED_TOKENS, tokens)
+        del content[:num_allowed]
     if counts is None:
         messages, text, tools, documents, forced, strict, *kept = content
         (num_chars,) = sizes
         chat = Chat(messages, num_chars, text.decode(), tools, documents, forced.decode(), strict)
         return ParsedBody(body, chat=chat, kept=kept)
-    slices = Slices()
     prompts: list[Prompt] = []
     fragments = iter(content)
     for count in counts:
-        first = from_json(next(fragments))
-        for _ in range(count - 1):
-            await slices.pause()
-            first += from_json(next(fragments))
-        prompts.append(first)
-        await slices.pause()
+        prompts.append(await _joined(islice(fragments, count), slices))
     return ParsedBody(body, prompts)
+
+
+async def _joined(fragments: Iterable[bytes], slices: Slices) -> Any:
+    """Return the value whose JSON `_fragments` has yielded."""
+    first, *others = fragments
+    value = from_json(first)
+    await slices.pause()
+    for fragment in others:
+        value += from_json(fragment)
+        await slices.pause()
+    return value
 
 
 def _fragments(prompt: Prompt) -> Iterator[bytes]:
@@ -237,7 +254,7 @@ def _check_raw(kind: type[StrictModel], data: bytes, bounds: RequestBounds) -> N
 
 def _check_fields(body: StrictModel, names: Collection[str]) -> None:
     """Refuse fields that are too large for the event loop, which parses them without a pause."""
-    sizes = {name: len(dumps(getattr(body, name))) for name in names if name != "allowed_token_ids"}
+    sizes = {name: len(dumps(getattr(body, name))) for name in names if name != ALLOWED_TOKENS}
     if sum(sizes.values()) > MAX_FIELDS_CHARS:
         name = max(sizes, key=lambda each: sizes[each])
         raise invalid(

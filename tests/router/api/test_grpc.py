@@ -20,6 +20,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 from penstock.protos import inference_pb2 as pb
 from penstock.protos import inference_pb2_grpc
 from penstock.router.api import grpc as router_grpc
+from penstock.router.api import grpc_codec
 from penstock.router.config import RouterConfig
 from penstock.router.requests.response_stream import ResponseStream
 from penstock.router.requests.slices import Slices
@@ -444,5 +445,7 @@ async def test_long_list_of_allowed_tokens_is_read_and_checked_in_slices(
     recorded("sampling_params")
     recorded("check_least_cost")
     monkeypatch.setattr(router_grpc, "Slices", Recorder)
-    await generate(channel, text="x", sampling=pb.Sampling(max_tokens=1, allowed_tokens=[5, 6]))
-    assert steps[:4] == ["sampling_params", "pause", "check_least_cost", "pause"]
+    monkeypatch.setattr(grpc_codec, "Slices", Recorder)
+    monkeypatch.setattr(grpc_codec, "TOKENS_PER_SLICE", 2)
+    await generate(channel, text="x", sampling=pb.Sampling(max_tokens=1, allowed_tokens=[5, 6, 7]))
+    assert steps[:6] == ["sampling_params", *["pause"] * 3, "check_least_cost", "pause"]

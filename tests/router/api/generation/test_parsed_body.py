@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from penstock.router.api.generation.parsed_body import (
+    IDS_PER_FRAGMENT,
     MAX_FIELDS_CHARS,
     job_items,
     parse_job,
@@ -29,6 +30,20 @@ async def test_prompt_and_allowed_tokens_may_be_longer_than_other_fields() -> No
     found = await read_parsed(parsed(allowed_token_ids=tokens, cache_salt="salt"))
     assert (found.body.allowed_token_ids, found.body.cache_salt) == (tokens, "salt")
     assert found.prompts == ["x" * 2 * MAX_FIELDS_CHARS]
+    assert "allowed_token_ids" in found.body.model_fields_set
+
+
+def test_allowed_tokens_are_split_into_pieces_that_are_parsed_fast() -> None:
+    """Parsing 128,000 ids at once and checking them holds the event loop for 15 ms."""
+    _, fields, _, *pieces = parsed(allowed_token_ids=list(range(MODEL.vocab_size)))
+    assert len(fields) < 1000
+    *tokens, prompt = pieces
+    assert [len(json.loads(each)) for each in tokens[:-1]] == [IDS_PER_FRAGMENT] * (len(tokens) - 1)
+    assert len(json.loads(prompt)) == 2 * MAX_FIELDS_CHARS
+
+
+async def test_empty_list_of_allowed_tokens_stays_empty() -> None:
+    assert (await read_parsed(parsed(allowed_token_ids=[]))).body.allowed_token_ids == []
 
 
 def test_longest_of_fields_that_are_too_long_together_is_named() -> None:
