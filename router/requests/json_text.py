@@ -1,5 +1,6 @@
 """JSON text in fragments, each of which takes at most a few milliseconds to make."""
 
+from codecs import getincrementaldecoder
 from collections.abc import Iterable, Iterator
 
 from pydantic_core import to_json
@@ -34,3 +35,11 @@ def joined_string(texts: Iterable[str]) -> Iterator[str]:
     for text in texts:
         yield dumps(text)[1:-1]
     yield '"'
+
+
+def texts_of(fragments: Iterable[bytes]) -> Iterator[str]:
+    """Yield texts in UTF-8 as strings, long ones in parts of about `CHARS_PER_FRAGMENT` bytes."""
+    for fragment in fragments:
+        decoder, rest = getincrementaldecoder("utf-8")(), memoryview(fragment)
+        for start in range(0, len(rest), CHARS_PER_FRAGMENT):
+            yield decoder.decode(rest[start : start + CHARS_PER_FRAGMENT])

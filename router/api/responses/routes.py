@@ -2,7 +2,7 @@
 
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -39,6 +39,7 @@ from penstock.router.api.responses.truncation import first_that_fits, shorter_ch
 from penstock.router.errors import CONTEXT_LENGTH_EXCEEDED, ServingError, invalid
 from penstock.router.frontend import Frontend
 from penstock.router.requests.chat import Chat
+from penstock.router.requests.json_text import texts_of
 
 PATH = "/v1/responses"
 
@@ -177,7 +178,7 @@ class ResponsesApi:
         run = self._runs.get(request.state.tenant, request.path_params["id"])
         if run is not None:
             return FragmentResponse(run.body())
-        return FragmentResponse(_texts(self._stored(request)))
+        return FragmentResponse(texts_of(self._stored(request).body))
 
     def _stream(self, request: Request, first: int) -> Response:
         """Return the events of a background response, beginning with event number `first`."""
@@ -211,7 +212,7 @@ class ResponsesApi:
                 f"the response {request.path_params['id'][:80]!r} was created without "
                 "'background'; only background responses can be canceled"
             )
-        return FragmentResponse(_texts(stored))
+        return FragmentResponse(texts_of(stored.body))
 
     async def input_items(self, request: Request) -> Response:
         """Return a page of the input items of a stored or running response."""
@@ -219,11 +220,7 @@ class ResponsesApi:
         run = self._runs.get(request.state.tenant, request.path_params["id"])
         items = self._stored(request).input if run is None else run.input
         page = await list_page(items, request.query_params)
-        return FragmentResponse(fragment.decode() for fragment in page)
-
-
-def _texts(stored: StoredResponse) -> Iterator[str]:
-    return (fragment.decode() for fragment in stored.body)
+        return FragmentResponse(texts_of(page))
 
 
 def _first_event(request: Request) -> int | None:
