@@ -2,21 +2,21 @@
 
 from collections.abc import Iterable, Sequence
 
-from penstock.common.text.token_bytes import TOKENS_PER_TEXT, TokenBytes
+from penstock.common.text.token_bytes import TokenBytes
 from penstock.router.errors import invalid
 from penstock.router.requests.slices import Slices
 
 
-async def decode(token_bytes: TokenBytes, tokens: Sequence[int], skip_special: bool) -> str:
-    """Return the text of the tokens, as `TokenBytes.decode` does."""
-    if len(tokens) <= TOKENS_PER_TEXT:
-        return token_bytes.decode(tokens, skip_special)
+async def decoded_texts(
+    token_bytes: TokenBytes, tokens: Sequence[int], skip_special: bool
+) -> list[str]:
+    """Return the text of the tokens in fragments, because joining 16 MiB of text takes 13 ms."""
     slices = Slices()
     texts: list[str] = []
     for text in token_bytes.texts(tokens, skip_special):
         texts.append(text)
         await slices.pause()
-    return "".join(texts)
+    return texts
 
 
 async def encoded_texts(texts: Iterable[str], max_bytes: int) -> list[bytes]:

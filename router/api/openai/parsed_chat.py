@@ -56,9 +56,9 @@ class ParsedChatFormatter(ChatFormatter):
             yield ""
         pieces += answer.feed("", has_ended=True)
         echoed = self._context.echoed(delta)
-        content, others = self._message(index, pieces, bool(echoed))
+        content, others = self._message(index, pieces, any(echoed))
         yield f'{{"index":{index},"message":{{"role":"assistant","content":'
-        yield from ("null",) if content is None else string(echoed, content)
+        yield from ("null",) if content is None else string(*echoed, content)
         yield "," + dumps(others)[1:]
         yield from self._choice_fields(replace(delta, finish=answer.finish_reason(delta.finish)))
 
@@ -102,7 +102,8 @@ class ParsedChatFormatter(ChatFormatter):
         if index not in self._answers:
             self._answers[index] = self._new_answer()
             yield from self._first_chunk(index)
-            pieces += [Piece(CONTENT, part) for part in fragments_of(self._context.echoed(delta))]
+            for text in self._context.echoed(delta):
+                pieces += [Piece(CONTENT, part) for part in fragments_of(text)]
         answer = self._answers[index]
         self._progress.add(index, delta)
         pieces += answer.feed(delta.text, has_ended=bool(delta.finish))

@@ -88,7 +88,7 @@ class CompletionFormatter:
         index, delta = call.choice_index(delta), call.visible(delta)
         begins = progress.is_first(index)
         yield f'{{"index":{index},"text":'
-        yield from string(call.echoed(delta) if begins else "", delta.text)
+        yield from string(*(call.echoed(delta) if begins else ()), delta.text)
         yield ',"logprobs":'
         if call.num_logprobs is None:
             yield "null"
@@ -196,7 +196,7 @@ class ChatFormatter:
         """Yield a choice without its closing brace."""
         index = self._context.choice_index(delta)
         yield f'{{"index":{index},"message":{{"role":"assistant","content":'
-        yield from string(self._context.echoed(delta), delta.text)
+        yield from string(*self._context.echoed(delta), delta.text)
         yield ',"refusal":null}'
         yield from self._choice_fields(delta)
 
@@ -205,7 +205,7 @@ class ChatFormatter:
         text = delta.text
         if self._progress.is_first(index):
             yield from self._first_chunk(index)
-            text = self._context.echoed(delta) + text
+            text = "".join((*self._context.echoed(delta), text))
         self._progress.add(index, delta)
         self.token_chunks.add(
             delta, lambda text: self._event(dumps(_plain_chat_choice(index, text)))

@@ -32,7 +32,8 @@ class ResponseContext:
     tokens_as_ids: bool = False  # whether logprobs name a token by its id instead of its text
     wants_usage: bool = False  # whether to send the usage at the end of a stream
     wants_continuous_usage: bool = False  # whether to send the usage in every chunk
-    echo: Sequence[str] | None = None  # for each prompt, the text that is prepended to its answers
+    # For each prompt, the text that is prepended to its answers, in fragments.
+    echo: Sequence[Sequence[str]] | None = None
     only_echo: bool = False  # whether to hide the generated tokens
     # For each prompt index, the logprobs of all tokens but the first. They are all known before
     # the prompt's first delta.
@@ -58,9 +59,9 @@ class ResponseContext:
             return delta
         return replace(delta, tokens=(), text="", logprobs=(), finish="length", stop=None)
 
-    def echoed(self, delta: Delta) -> str:
-        """Return the text that is prepended to the answer of a delta's choice."""
-        return self.echo[delta.index] if self.echo else ""
+    def echoed(self, delta: Delta) -> Sequence[str]:
+        """Return the text that is prepended to the answer of a delta's choice, in fragments."""
+        return self.echo[delta.index] if self.echo else ()
 
     def prompt_entries(self, index: int) -> list[Logprobs | None]:
         """Return the logprobs of each prompt token; the entry of the first token is None."""

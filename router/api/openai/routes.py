@@ -50,7 +50,7 @@ from penstock.router.parsers.answer_parser import ParsingOptions
 from penstock.router.requests.answer_parsing import AnswerParsing
 from penstock.router.requests.response_stream import ClientDisconnectedError
 from penstock.router.requests.slices import Slices
-from penstock.router.requests.text_decoding import decode
+from penstock.router.requests.text_decoding import decoded_texts
 
 HTTP_HANDLERS = {**error_handlers(), ClientDisconnectedError: on_disconnect}
 """Exception handlers for the routes that generate answers."""
@@ -219,22 +219,22 @@ class OpenAiApi:
 
     async def _echo(
         self, parsed: ParsedBody[Any], prompts: Sequence[Sequence[int]]
-    ) -> Sequence[str] | None:
-        """Return the prompts' texts if the answers must repeat the prompts, else None."""
+    ) -> Sequence[Sequence[str]] | None:
+        """Return the prompts' texts, in fragments, if the answers must repeat them, else None."""
         body = parsed.body
         if isinstance(body, ChatCompletionRequest):
-            return [parsed.messages.final_text] if body.echo else None
+            return [[parsed.messages.final_text]] if body.echo else None
         if not isinstance(body, CompletionRequest) or not body.echo:
             return None
         skip_special = body.skip_special_tokens is not False
         token_bytes = self._frontend.tokenizer.token_bytes
         slices = Slices()
-        texts: list[str] = []
+        texts: list[list[str]] = []
         for given, tokens in zip(parsed.prompts, prompts, strict=True):
             if isinstance(given, str) and body.truncate_prompt_tokens is None:
-                texts.append(given)
+                texts.append([given])
             else:
-                texts.append(await decode(token_bytes, tokens, skip_special))
+                texts.append(await decoded_texts(token_bytes, tokens, skip_special))
             await slices.pause()
         return texts
 

@@ -1,10 +1,16 @@
-"""`token_chunks`, the fast path for single tokens, gives the same chunks as the general path."""
+"""`token_chunks`, the fast path for single tokens, gives the same chunks as the general path.
+
+Echoed prompts are sent in fragments.
+"""
+
+import json
 
 import pytest
 
 from penstock.common.text.token_bytes import TokenBytes
 from penstock.router.api.openai.response import ChatFormatter, CompletionFormatter
 from penstock.router.api.openai.response_context import ResponseContext
+from penstock.router.requests.json_text import CHARS_PER_FRAGMENT
 from penstock.router.requests.response_stream import Delta
 from tests.support.tokenizers import byte_level
 
@@ -55,7 +61,7 @@ def test_token_chunk_equals_the_general_chunk(
         {"num_logprobs": 0},
         {"return_token_ids": True},
         {"wants_continuous_usage": True},
-        {"only_echo": True, "echo": ["a"]},
+        {"only_echo": True, "echo": [["a"]]},
     ],
 )
 @pytest.mark.parametrize("kind", [CompletionFormatter, ChatFormatter])
@@ -65,3 +71,19 @@ def test_call_that_wants_more_than_text_has_no_token_chunks(
     formatter = kind(context(**{"prompts": PROMPTS[:1], "num_choices": 1, **changes}))
     text_of(formatter.chunk(plain(0, "first", 0, 0)))
     assert formatter.token_chunks.get(0, 0, "x") is None
+
+
+@pytest.mark.parametrize("kind", [CompletionFormatter, ChatFormatter])
+def test_fragments_of_an_echoed_prompt_are_sent_in_order(
+    kind: type[CompletionFormatter | ChatFormatter],
+) -> None:
+    """The fragments stay separate, because joining 16 MiB of text takes 13 ms."""
+    long = ["x" * CHARS_PER_FRAGMENT, "", "\u00e9" * CHARS_PER_FRAGMENT]
+    for echo in (["a", "b"], long):
+        call = context(prompts=PROMPTS[:1], num_choices=1, echo=[echo])
+        whole = json.loads(text_of(kind(call).full_response([plain(0, "first", 0, 0)])))
+        (choice,) = whole["choices"]
+        text = choice["text"] if "text" in choice else choice["message"]["content"]
+        assert text == "".join(echo) + "first"
+        fragments = list(kind(call).chunk(plain(0, "first", 0, 0)))
+        assert max(map(len, fragments)) <= 2 * CHARS_PER_FRAGMENT
