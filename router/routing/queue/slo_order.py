@@ -17,10 +17,15 @@ one. The SLO does not change priorities or the fairness between tenants: see `fa
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from penstock.router.routing.placement.disaggregation import ignores_roles
 from penstock.router.routing.worker_view import WorkerView
+
+Seconds: TypeAlias = npt.NDArray[np.float64]
 
 PREFILL_FACTOR = 5.0
 """The SLO is `ttft_slo` seconds plus this factor times the prompt's own compute time."""
@@ -42,16 +47,13 @@ class PrefillCapacity:
         return PrefillCapacity(self.workers / num_queues, self.seconds_per_token)
 
 
-class QueuedPrompt(NamedTuple):
-    """Arrival time and compute time of a queued prompt."""
+def due_times(arrived_at: Seconds, seconds: Seconds, ttft_slo: float) -> Seconds:
+    """Return the times by which prompts must be computed, on the clock of `arrived_at`.
 
-    arrived_at: float  # time of arrival, in seconds of the router's monotonic clock
-    seconds: float  # compute time of the prompt in a batch with other prompts
-
-    def due(self, ttft_slo: float) -> float:
-        """Return the time by which the prompt must be computed, on the clock of `arrived_at`."""
-        # A prompt takes up to 1.25 times as long in a batch as alone, hence the factor 0.8.
-        return self.arrived_at + SLO_FRACTION * ttft_slo + 0.8 * PREFILL_FACTOR * self.seconds
+    `seconds` are the compute times of the prompts in a batch with other prompts.
+    """
+    # A prompt takes up to 1.25 times as long in a batch as alone, hence the factor 0.8.
+    return arrived_at + SLO_FRACTION * ttft_slo + 0.8 * PREFILL_FACTOR * seconds
 
 
 def prefill_capacity(views: Sequence[WorkerView]) -> PrefillCapacity | None:
@@ -74,45 +76,63 @@ def prefill_capacity(views: Sequence[WorkerView]) -> PrefillCapacity | None:
 
 
 def select_next(
-    prompts: Sequence[QueuedPrompt], now: float, ttft_slo: float, workers: float, num_dequeued: int
+    arrived_at: Sequence[float],
+    num_tokens: Sequence[int],
+    now: float,
+    ttft_slo: float,
+    capacity: PrefillCapacity,
+    num_dequeued: int,
 ) -> int:
-    """Return the index of the next prompt in `prompts`, which are ordered by arrival.
+    """Return the index of the next prompt among one or more prompts, ordered by arrival.
 
     Args:
-        prompts: one or more prompts.
-        now: the time, in seconds of the router's monotonic clock.
+        arrived_at: arrival time of each prompt, in seconds of the router's monotonic clock.
+        num_tokens: tokens of each prompt.
+        now: the time, on the same clock.
         ttft_slo: time-to-first-token SLO in seconds.
-        workers: number of workers that compute the prompts; may be a fraction.
+        capacity: capacity of the workers that compute the prompts.
         num_dequeued: prompts taken from this queue so far.
     """
-    old = prompts[0].arrived_at + STARVATION_FACTOR * ttft_slo < now
-    if old and num_dequeued % STARVATION_INTERVAL == 0:
+    old = arrived_at[0] + STARVATION_FACTOR * ttft_slo < now
+    if len(arrived_at) == 1 or (old and num_dequeued % STARVATION_INTERVAL == 0):
         return 0
-    return moore_hodgson(prompts, now, ttft_slo, workers)
+    seconds = np.array(num_tokens, np.float64) * capacity.seconds_per_token
+    return moore_hodgson(np.array(arrived_at), seconds, now, ttft_slo, capacity.workers)
 
 
 def moore_hodgson(
-    prompts: Sequence[QueuedPrompt], now: float, ttft_slo: float, workers: float = 1.0
+    arrived_at: Seconds, seconds: Seconds, now: float, ttft_slo: float, workers: float = 1.0
 ) -> int:
     """Return the index of the prompt to start next, to meet as many deadlines as possible.
 
-    `prompts` are ordered by arrival. If no prompt can meet its deadline, the result is 0. The
+    The prompts are ordered by arrival. If no prompt can meet its deadline, the result is 0. The
     workers are approximated by a single worker that is `workers` times as fast. Only the latest
     start of a prompt is computed from its compute time on a real worker.
     """
-    latest = [each.due(ttft_slo) - each.seconds for each in prompts]  # latest start of each prompt
-    able = [index for index, begin in enumerate(latest) if now <= begin]
-    due = [begin + each.seconds / workers for begin, each in zip(latest, prompts, strict=True)]
-    able.sort(key=lambda index: (due[index], index))
-    end, back = now, set[int]()
+    latest = due_times(arrived_at, seconds, ttft_slo) - seconds  # latest start of each prompt
+    able = np.flatnonzero(now <= latest)
+    if not able.size:
+        return 0
+    durations = seconds / workers
+    due = latest + durations
+    order = able[np.argsort(due[able], kind="stable")]
+    due, durations = due[order], durations[order]
+    ends = np.cumsum(np.concatenate(([now], durations)))
+    late = np.flatnonzero(ends[1:] > due)
+    if not late.size:
+        return int(order[0])
+    # The steps below begin with the first prompt that would be late.
+    first, end = int(late[0]), float(ends[late[0]])
     # Heap of (-seconds, -index), with the longest prompt first.
-    longest: list[tuple[float, int]] = []
-    for index in able:
-        seconds = prompts[index].seconds / workers
-        end += seconds
-        heapq.heappush(longest, (-seconds, -index))
-        if end > due[index]:
-            less, later = heapq.heappop(longest)
+    entries = list(zip((-durations).tolist(), (-order).tolist(), strict=True))
+    longest, back = entries[:first], set[int]()
+    heapq.heapify(longest)
+    for entry, limit in zip(entries[first:], due[first:].tolist(), strict=True):
+        end -= entry[0]
+        if end > limit:
+            less, later = heapq.heappushpop(longest, entry)
             end += less
             back.add(-later)
-    return next((index for index in able if index not in back), 0)
+        else:
+            heapq.heappush(longest, entry)
+    return next((index for index in order.tolist() if index not in back), 0)

@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from penstock.router.routing.queue.slo_order import PrefillCapacity, QueuedPrompt, select_next
+from penstock.router.routing.queue.slo_order import PrefillCapacity, select_next
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +72,10 @@ class TenantQueue:
         if self.requeued:
             return self.head()
         fresh = list(self._first_line().values())
-        pace = capacity.seconds_per_token
-        waits = [QueuedPrompt(each.arrived_at, each.num_tokens * pace) for each in fresh]
-        return fresh[select_next(waits, now, ttft_slo, capacity.workers, self.num_dequeued)]
+        arrived_at = [each.arrived_at for each in fresh]
+        num_tokens = [each.num_tokens for each in fresh]
+        chosen = select_next(arrived_at, num_tokens, now, ttft_slo, capacity, self.num_dequeued)
+        return fresh[chosen]
 
     def _first_line(self) -> OrderedDict[int, QueuedRequest]:
         return self._new[min(self._new)]

@@ -1,8 +1,10 @@
 """Order of queued prompts under a TTFT SLO, limits on starvation, and waits for capacity."""
 
+import heapq
 from itertools import permutations
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,7 +25,7 @@ from penstock.router.routing.queue.slo_order import (
     STARVATION_FACTOR,
     STARVATION_INTERVAL,
     PrefillCapacity,
-    QueuedPrompt,
+    due_times,
     moore_hodgson,
     prefill_capacity,
 )
@@ -40,11 +42,44 @@ ONE = PrefillCapacity(workers=1.0, seconds_per_token=0.001)
 # ------------------------------------------------------------------ the order in which prompts run
 
 
+class QueuedPrompt(NamedTuple):
+    arrived_at: float
+    seconds: float
+
+    @property
+    def due(self) -> float:
+        return float(due_times(np.array(self.arrived_at), np.array(self.seconds), TTFT_SLO))
+
+
+def selected(prompts: list[QueuedPrompt], now: float, workers: float) -> int:
+    """Return the index of the prompt that `moore_hodgson` selects."""
+    arrived_at, seconds = np.array(prompts, np.float64).reshape(-1, 2).T
+    return moore_hodgson(arrived_at, seconds, now, TTFT_SLO, workers)
+
+
+def selected_one_by_one(prompts: list[QueuedPrompt], now: float, workers: float) -> int:
+    """Return the result of `moore_hodgson`, computed without arrays."""
+    latest = [each.due - each.seconds for each in prompts]
+    able = [index for index, begin in enumerate(latest) if now <= begin]
+    due = [begin + each.seconds / workers for begin, each in zip(latest, prompts, strict=True)]
+    able.sort(key=lambda index: (due[index], index))
+    end, back = now, set[int]()
+    longest: list[tuple[float, int]] = []
+    for index in able:
+        end += prompts[index].seconds / workers
+        heapq.heappush(longest, (-prompts[index].seconds / workers, -index))
+        if end > due[index]:
+            less, later = heapq.heappop(longest)
+            end += less
+            back.add(-later)
+    return next((index for index in able if index not in back), 0)
+
+
 def num_in_time(prompts: list[QueuedPrompt], now: float, workers: float) -> int:
     """Count the prompts that meet the SLO if they start in this order on `workers` workers."""
     num_met = 0
     for each in prompts:
-        num_met += now <= each.due(TTFT_SLO) - each.seconds
+        num_met += now <= each.due - each.seconds
         now += each.seconds / workers
     return num_met
 
@@ -55,7 +90,7 @@ def in_selected_order(
     """Return all prompts in the order in which `moore_hodgson` selects them."""
     remaining, order = list(prompts), []
     while remaining:
-        order.append(remaining.pop(moore_hodgson(remaining, now, TTFT_SLO, workers)))
+        order.append(remaining.pop(selected(remaining, now, workers)))
         now += order[-1].seconds / workers
     return order
 
@@ -79,9 +114,9 @@ def test_no_other_order_meets_more_deadlines(prompts: list[QueuedPrompt], worker
 def test_selected_prompt_is_in_time_if_any_prompt_can_be(
     prompts: list[QueuedPrompt], workers: float
 ) -> None:
-    able = [each for each in prompts if 4.0 + each.seconds <= each.due(TTFT_SLO)]
+    able = [each for each in prompts if 4.0 + each.seconds <= each.due]
     if prompts:
-        index = moore_hodgson(prompts, 4.0, TTFT_SLO, workers)
+        index = selected(prompts, 4.0, workers)
         assert prompts[index] in able if able else index == 0
 
 
@@ -89,9 +124,9 @@ def test_selected_prompt_is_in_time_if_any_prompt_can_be(
 def test_order_is_earliest_deadline_first_if_that_meets_all_deadlines(
     prompts: list[QueuedPrompt],
 ) -> None:
-    in_order = sorted(prompts, key=lambda each: each.due(TTFT_SLO))
+    in_order = sorted(prompts, key=lambda each: each.due)
     if num_in_time(in_order, 4.0, 1.0) == len(prompts):
-        due = [each.due(TTFT_SLO) for each in in_selected_order(prompts, 4.0, 1.0)]
+        due = [each.due for each in in_selected_order(prompts, 4.0, 1.0)]
         assert due == sorted(due)
 
 
@@ -101,6 +136,18 @@ def test_more_workers_never_meet_fewer_deadlines(prompts: list[QueuedPrompt], mo
         num_in_time(in_selected_order(prompts, 4.0, n), 4.0, n) for n in (1.0, float(more))
     )
     assert few <= many
+
+
+any_prompts = st.lists(
+    st.builds(QueuedPrompt, st.floats(0, 4), st.floats(0, 3) | st.floats(0, 0.1)), max_size=60
+).map(sorted)
+
+
+@given(any_prompts, st.floats(0, 6), st.floats(0.1, 50))
+def test_arrays_give_the_same_result_as_the_calculation_one_by_one(
+    prompts: list[QueuedPrompt], now: float, workers: float
+) -> None:
+    assert selected(prompts, now, workers) == selected_one_by_one(prompts, now, workers)
 
 
 # ------------------------------------------------------------------ SLO order in the fair queue
