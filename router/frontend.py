@@ -128,9 +128,8 @@ class Frontend:
         """Return why requests cannot be served now, or an empty string if they can."""
         if self.is_draining or self.is_paused:
             return DRAINING
-        workers = self.workers()
-        roles = [worker.role for worker in workers if worker.state == "ready"]
-        return self._readiness.not_ready_reason(roles, len(workers), self._loop.time())
+        roles = self._dispatcher.ready_roles
+        return self._readiness.not_ready_reason(roles, self.num_workers, self._loop.time())
 
     @property
     def num_workers(self) -> int:

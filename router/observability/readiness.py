@@ -29,7 +29,7 @@ class Readiness:
         """Return why the router is not ready, or an empty string if it is.
 
         Args:
-            ready_roles: role of each ready worker: prefill, decode or mixed.
+            ready_roles: roles of the ready workers: prefill, decode or mixed.
             num_workers: number of connected workers, ready or not.
             now: seconds on a monotonic clock.
         """
@@ -41,7 +41,7 @@ class Readiness:
             self._first_ready_at = now
         if self._waits_for_both and now - self._first_ready_at < PARTIAL_SECONDS:
             for role in ("prefill", "decode"):
-                if not {role, "mixed"} & set(ready_roles):
+                if not {role, "mixed"}.intersection(ready_roles):
                     return f"no {role} worker is ready yet"
         self._waits_for_both = False
         return ""

@@ -19,6 +19,7 @@ from penstock.router.config import RouterConfig
 from penstock.router.observability.snapshot import WorkerState, WorkerStats
 from penstock.router.observability.step_records import StepColumns
 from tests.support.served_router import Served, client_of, serving
+from tests.support.stub_worker import StubWorker
 
 NUM_WORKERS = 1024
 NUM_STEPS = 4096
@@ -46,6 +47,23 @@ def enlarge(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     workers = [worker_state(number) for number in range(NUM_WORKERS)]
     state = replace(frontend.take_snapshot(), workers=workers)
     monkeypatch.setattr(frontend, "take_snapshot", lambda: state)
+
+
+async def test_readiness_does_not_need_the_status_of_each_worker(
+    config: RouterConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The router checks its readiness 10 times per second; 1,024 statuses take 1 ms."""
+
+    def workers() -> None:
+        raise AssertionError("the statuses of all workers were made")
+
+    async with serving(config, StubWorker()) as served:
+        frontend = served.router.frontend
+        monkeypatch.setattr(frontend, "workers", workers)
+        monkeypatch.setattr(frontend._dispatcher, "workers", workers)
+        assert frontend.why_not_ready() == ""
+        await served.router.set_workers({})
+        assert frontend.why_not_ready() == "no worker is connected"
 
 
 async def test_status_lists_all_workers(

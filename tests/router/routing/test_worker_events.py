@@ -48,6 +48,14 @@ def test_a_silent_worker_is_suspect_and_then_lost() -> None:
     assert submits(commands) == [("n", 3, 2)]
 
 
+def test_only_ready_workers_count_for_the_ready_roles() -> None:
+    router = Router(P, D)
+    assert router.dispatcher.ready_roles == {"prefill", "decode"}
+    router.wait(2.5, "d")
+    assert router.state("p") == "suspect"
+    assert router.dispatcher.ready_roles == {"decode"}
+
+
 def test_a_worker_with_long_steps_may_be_silent_for_longer() -> None:
     router = Router(M)
     router(Stepped("m", TokenColumns(), WorkerLoad(last_step_seconds=2.0)))
