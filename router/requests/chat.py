@@ -60,6 +60,7 @@ class Chat:
         num_chars: number of characters of all strings in messages, tools and documents.
         final_text: text of the assistant's last message if the answer repeats it, else empty.
         tools: a JSON array of the tools for the template, or empty.
+        functions: names and parameters of the tools, from `tool_parameters.function_lines`.
         documents: a JSON array of the documents for the template, or empty.
         forced_schema: JSON schema that forces the answer to be tool calls, or empty.
         strict_calls: see `strict_calls.strict_calls`; empty if calls are forced.
@@ -72,6 +73,7 @@ class Chat:
     documents: bytes = b""
     forced_schema: str = ""
     strict_calls: bytes = b""
+    functions: bytes = b""
 
 
 async def chat_of(

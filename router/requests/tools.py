@@ -12,6 +12,9 @@ from penstock.router.requests.json_text import dumps
 NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 """A function's name; OpenAI's limit is lower, and excludes dots, colons and slashes."""
 
+MAX_PARAMETER_VALUES = 10_000
+"""Maximum number of JSON values in the parameters of a function; they are parsed in 3 ms."""
+
 Mode: TypeAlias = Literal["none", "auto", "required", "named"]
 
 
@@ -117,6 +120,29 @@ def _check_types(function: Mapping[str, Any], where: str) -> None:
     if not isinstance(function.get("parameters"), dict | None):
         given = value_text(function.get("parameters"))
         raise invalid(f"{where}.parameters must be a JSON Schema (an object), not {given}", "tools")
+
+
+def check_parameters(tools: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse functions whose parameters take too long to parse, because a parser must not pause."""
+    for tool in tools:
+        function = tool["function"]
+        count = _num_values(function.get("parameters"))
+        if count > MAX_PARAMETER_VALUES:
+            raise invalid(
+                f"the parameters of the function {function['name']!r} have {count} JSON values; at "
+                f"most {MAX_PARAMETER_VALUES} are allowed",
+                "tools",
+            )
+
+
+def _num_values(value: object) -> int:
+    match value:
+        case dict():
+            return 1 + sum(map(_num_values, value.values()))
+        case list():
+            return 1 + sum(map(_num_values, value))
+        case _:
+            return 1
 
 
 def check_json(name: str, value: object, max_bytes: int, max_depth: int | None = None) -> None:

@@ -222,7 +222,7 @@ class MessagesBody(CountTokensBody):
             is_parallel=self._is_parallel,
             is_strict=bool(chat.strict_calls),
             continues_message=self._continues,
-            tools=ToolParameters(chat.tools),
+            tools=ToolParameters(chat.functions),
         )
 
     def client_names(self) -> Mapping[str, str]:

@@ -30,12 +30,14 @@ from penstock.router.api.openai.structured_fields import StructuredFields
 from penstock.router.api.responses.body import ResponsesRequest
 from penstock.router.config import RequestBounds
 from penstock.router.errors import ServingError, invalid, renamed
+from penstock.router.parsers.tools.tool_parameters import function_lines
 from penstock.router.requests.chat import Chat, array_of, final_text, num_chars, num_chars_of
 from penstock.router.requests.cost_limits import check_num_detokenized, check_sizes
 from penstock.router.requests.json_text import dumps
 from penstock.router.requests.request import ModelLimits, check_prompt_length, check_vocabulary
 from penstock.router.requests.slices import Slices
 from penstock.router.requests.strict_calls import strict_calls
+from penstock.router.requests.tools import check_parameters
 
 BODY_KIND = "body"
 """Name of the job that parses a body."""
@@ -170,7 +172,7 @@ def parse_job(bounds: RequestBounds, items: Sequence[bytes]) -> list[bytes]:
         chat = parsed.chat
         head: list[object] = [type(body).__name__, len(allowed), None, chat.num_chars]
         content = [chat.messages, chat.final_text.encode(), chat.tools, chat.documents]
-        content += [chat.forced_schema.encode(), chat.strict_calls, *parsed.kept]
+        content += [chat.forced_schema.encode(), chat.strict_calls, chat.functions, *parsed.kept]
     else:
         fragments = [list(_fragments(prompt)) for prompt in parsed.prompts]
         head = [type(body).__name__, len(allowed), list(map(len, fragments))]
@@ -191,9 +193,11 @@ async def read_parsed(items: Sequence[bytes]) -> ParsedBody[Any]:
         setattr(body, ALLOWED_TOKENS, tokens)
         del content[:num_allowed]
     if counts is None:
-        messages, text, tools, documents, forced, strict, *kept = content
+        messages, text, tools, documents, forced, *others = content
+        strict, functions, *kept = others
         (num_chars,) = sizes
-        chat = Chat(messages, num_chars, text.decode(), tools, documents, forced.decode(), strict)
+        schema = forced.decode()
+        chat = Chat(messages, num_chars, text.decode(), tools, documents, schema, strict, functions)
         return ParsedBody(body, chat=chat, kept=kept)
     prompts: list[Prompt] = []
     fragments = iter(content)
@@ -238,7 +242,10 @@ def _chat(body: ChatBody) -> Chat:
     found = dumps(messages).encode()
     forced = body.forced_schema()
     strict = b"" if forced or not tools else strict_calls(body.called_functions())
-    return Chat(found, count, text, array_of(tools), array_of(documents), forced, strict)
+    functions = function_lines(tools or ())
+    if len(functions) > INLINE_BYTES:
+        check_parameters(tools or ())
+    return Chat(found, count, text, array_of(tools), array_of(documents), forced, strict, functions)
 
 
 def _check_raw(kind: type[StrictModel], data: bytes, bounds: RequestBounds) -> None:

@@ -290,7 +290,7 @@ class ChatCompletionRequest(Conversation, BaseRequest):
             shows_reasoning=self.include_reasoning is not False,
             is_strict=bool(chat.strict_calls),
             continues_message=bool(self.continue_final_message),
-            tools=ToolParameters(chat.tools),
+            tools=ToolParameters(chat.functions),
         )
 
     def template_tools(self) -> Sequence[Mapping[str, Any]]:

@@ -256,7 +256,7 @@ class ResponsesRequest(ChatBody):
             forced_name=chosen["name"] if is_forced and is_named else "",
             is_parallel=self.is_parallel,
             is_strict=bool(chat.strict_calls),
-            tools=ToolParameters(chat.tools),
+            tools=ToolParameters(chat.functions),
         )
 
     def client_names(self) -> Mapping[str, str]:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from penstock.common.grammar.matcher import num_words
 from penstock.common.invalid_parameter import InvalidParameterError
 from penstock.router.parsers.parser_names import new_tool_parser
-from penstock.router.parsers.tools.tool_parameters import ToolParameters
+from penstock.router.parsers.tools.tool_parameters import ToolParameters, function_lines
 from tests.support.json_schemas import SCHEMAS
 from tests.support.parsed import answer_of, check_splits, parse
 from tests.support.strict_model import END, Model
@@ -119,7 +119,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Model]:
 
 def parameters_of(name: str, functions: Sequence[Mapping[str, Any]]) -> ToolParameters:
     tools = [{"type": "function", "function": each} for each in functions]
-    return ToolParameters(json.dumps(tools).encode())
+    return ToolParameters(function_lines(tools))
 
 
 def function_of(parameters: Any) -> Mapping[str, Any]:

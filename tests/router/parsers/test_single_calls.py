@@ -8,13 +8,13 @@ import pytest
 
 from penstock.router.parsers.answer_parser import AnswerParsers, ParsingOptions
 from penstock.router.parsers.parser_names import NONE, TOOL_PARSERS
-from penstock.router.parsers.tools.tool_parameters import ToolParameters
+from penstock.router.parsers.tools.tool_parameters import ToolParameters, function_lines
 from tests.support.parsed import check_splits
 from tests.support.strict_model import END, Model
 from tests.support.two_calls import FIRST, FUNCTIONS, SECOND, WRITERS
 
 TOOLS = ToolParameters(
-    json.dumps([{"type": "function", "function": each} for each in FUNCTIONS]).encode()
+    function_lines([{"type": "function", "function": each} for each in FUNCTIONS])
 )
 CASES = [(name, index) for name, writers in WRITERS.items() for index, _ in enumerate(writers)]
 PROMPT: Mapping[str, str] = {"openai": "<|start|>assistant"}

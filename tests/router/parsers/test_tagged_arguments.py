@@ -7,7 +7,7 @@ import pytest
 
 from penstock.common.schema_types import TYPES
 from penstock.router.parsers.parser_names import TOOL_PARSERS
-from penstock.router.parsers.tools.tool_parameters import ToolParameters
+from penstock.router.parsers.tools.tool_parameters import ToolParameters, function_lines
 from tests.support.parsed import Answer, check_splits
 from tests.support.tokenizers import byte_level
 
@@ -37,7 +37,7 @@ TOOLS = [
     },
     {"type": "function", "function": {"name": "now"}},
 ]
-PARAMETERS = ToolParameters(json.dumps(TOOLS).encode())
+PARAMETERS = ToolParameters(function_lines(TOOLS))
 CODE = 'def f(x):\n\treturn "é 😀" < x\\n\n'
 
 
@@ -217,6 +217,6 @@ SELF = {"$ref": "#/properties/a"}
 def test_types_of_a_parameter(schema: Any, expected: set[str]) -> None:
     parameters = {"type": "object", "properties": {"a": schema}}
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
-    found = ToolParameters(json.dumps(tools).encode())
+    found = ToolParameters(function_lines(tools))
     assert found.types_of("f", "a") == expected
     assert found.types_of("f", "b") == found.types_of("g", "a") == TYPES

@@ -7,6 +7,7 @@ import pytest
 
 from penstock.router.api.generation.parsed_body import (
     IDS_PER_FRAGMENT,
+    INLINE_BYTES,
     MAX_FIELDS_CHARS,
     job_items,
     parse_job,
@@ -14,6 +15,7 @@ from penstock.router.api.generation.parsed_body import (
 )
 from penstock.router.config import RequestBounds
 from penstock.router.errors import ServingError
+from penstock.router.parsers.tools.tool_parameters import ToolParameters
 from penstock.router.requests.request import ModelLimits
 
 BOUNDS = RequestBounds()
@@ -56,3 +58,24 @@ def test_longest_of_fields_that_are_too_long_together_is_named() -> None:
         f"model has {half + 12} characters as JSON; all fields but messages, prompts, tools and "
         f"documents may have at most {MAX_FIELDS_CHARS} in all"
     )
+
+
+async def test_tools_of_a_large_body_reach_the_parsers() -> None:
+    found = await read_parsed(parsed_chat(900))
+    assert ToolParameters(found.messages.functions).types_of("f", "p5") == {"string"}
+
+
+def test_function_whose_parameters_have_too_many_values_is_refused() -> None:
+    with pytest.raises(ServingError, match="'f' have 10005 JSON values; at most 10000") as refusal:
+        parsed_chat(5001)
+    assert refusal.value.param == "tools"
+
+
+def parsed_chat(num_parameters: int) -> list[bytes]:
+    properties = {f"p{number}": {"type": "string"} for number in range(num_parameters)}
+    function = {"name": "f", "parameters": {"type": "object", "properties": properties}}
+    body = {
+        "messages": [{"role": "user", "content": "x" * INLINE_BYTES}],
+        "tools": [{"type": "function", "function": function}],
+    }
+    return parse_job(BOUNDS, job_items("chat", json.dumps(body).encode(), MODEL))
