@@ -87,6 +87,7 @@ class RequestAdmission:
             shared: SamplingParams | None = None  # the last validated parameters
             for each in requests:
                 is_valid, shared = each.sampling is shared, each.sampling
+                await check_prompt(each.prompt, model, slices)
                 params.append(_resolve(each, len(requests), model, bounds, is_valid))
                 await slices.pause()
             check_cost(requests, params, bounds)
@@ -191,11 +192,10 @@ def _resolve(
     bounds: RequestBounds,
     is_valid: bool,
 ) -> SamplingParams:
-    """Check the prompt and the sampling parameters of a request; fill in defaults.
+    """Check the sampling parameters of a request; fill in defaults.
 
     `is_valid` is True if the sampling parameters have already been validated.
     """
-    check_prompt(request.prompt, model)
     check_priority(request.priority)
     check_cache_salt(request)
     default = default_max_tokens(request, num_requests, bounds)

@@ -17,6 +17,10 @@ from penstock.common.sampling_params import check_bad_words as check_bad_word_st
 from penstock.common.text.detokenizer import StopOptions
 from penstock.router.config import RequestBounds
 from penstock.router.errors import CONTEXT_LENGTH_EXCEEDED, invalid
+from penstock.router.requests.slices import Slices
+
+TOKENS_PER_CHECK = 64 << 10
+"""Number of token ids of a prompt that are checked without a pause, in about 1 ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +94,14 @@ def safe_request_id(name: str) -> str:
     return name if name.isascii() and name.isprintable() else ""
 
 
-def check_prompt(prompt: Sequence[int], model: ModelLimits) -> None:
+async def check_prompt(prompt: Sequence[int], model: ModelLimits, slices: Slices) -> None:
     """Refuse a prompt that is empty, leaves no room for an answer, or has unknown token ids."""
     if not prompt:
         raise invalid("the prompt is empty: send at least one token", "prompt")
     check_prompt_length(len(prompt), model)
-    check_vocabulary(prompt, model, "prompt")
+    for start in range(0, len(prompt), TOKENS_PER_CHECK):
+        check_vocabulary(prompt[start : start + TOKENS_PER_CHECK], model, "prompt")
+        await slices.pause()
 
 
 def check_prompt_length(num_tokens: int, model: ModelLimits) -> None:

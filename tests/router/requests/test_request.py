@@ -1,5 +1,6 @@
 """Any client input gives parameters that a worker accepts, or an error that names the field."""
 
+import asyncio
 import math
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ from penstock.common.sampling_params import RANGES, SamplingParams
 from penstock.router.config import RequestBounds
 from penstock.router.errors import Code, ServingError
 from penstock.router.requests.request import (
+    TOKENS_PER_CHECK,
     GenerationRequest,
     ModelLimits,
     check_bad_words,
@@ -19,6 +21,7 @@ from penstock.router.requests.request import (
     resolve_sampling,
     safe_request_id,
 )
+from penstock.router.requests.slices import Slices
 
 MODEL = ModelLimits("m", 100, 50)
 BOUNDS = RequestBounds()
@@ -53,7 +56,7 @@ def test_any_numbers_are_accepted_or_refused_by_name(
 ) -> None:
     refusal: ServingError | None = None
     try:
-        check_prompt(prompt, MODEL)
+        asyncio.run(check_prompt(prompt, MODEL, Slices()))
         resolve_sampling(GenerationRequest(prompt, sampling), MODEL, BOUNDS)
     except ServingError as error:
         refusal = error
@@ -127,11 +130,30 @@ def test_value_at_its_limit_is_accepted_and_one_beyond_it_is_refused(
         resolve_sampling(GenerationRequest(prompt, changed(name, bad)), MODEL, BOUNDS)
 
 
-def test_limits_of_prompts() -> None:
-    check_prompt([49] * 99, MODEL)
+async def test_limits_of_prompts() -> None:
+    await check_prompt([49] * 99, MODEL, Slices())
     for prompt in ([], [5] * 100, [50], [-1]):
         with pytest.raises(ServingError):
-            check_prompt(prompt, MODEL)
+            await check_prompt(prompt, MODEL, Slices())
+
+
+async def test_long_prompts_are_checked_with_pauses() -> None:
+    """Checking 2,000,000 token ids takes 25 ms."""
+
+    class Counter(Slices):
+        num_pauses = 0
+
+        async def pause(self) -> None:
+            self.num_pauses += 1
+
+    slices, model = Counter(), replace(MODEL, max_model_len=10**6)
+    prompt = [49] * (2 * TOKENS_PER_CHECK + 1)
+    await check_prompt(prompt, model, slices)
+    assert slices.num_pauses == 3
+    for index in (0, TOKENS_PER_CHECK - 1, TOKENS_PER_CHECK, 2 * TOKENS_PER_CHECK):
+        wrong = [*prompt[:index], 50, *prompt[index + 1 :]]
+        with pytest.raises(ServingError, match="prompt contains the token id 50"):
+            await check_prompt(wrong, model, slices)
 
 
 def test_limits_of_stop_strings() -> None:
