@@ -1,5 +1,6 @@
 """Loads a checkpoint folder, or a GGUF file, into a model."""
 
+import logging
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -64,7 +65,10 @@ from penstock.workers.weights.sharding import (
     regions,
 )
 from penstock.workers.weights.tensor_entry import TensorEntry
+from penstock.workers.weights.tied_embeddings import has_untied_head
 from penstock.workers.weights.zero_biases import is_zero_bias
+
+log = logging.getLogger(__name__)
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -151,6 +155,14 @@ def load_model(
     if max_model_len is not None:
         spec = replace(spec, rope=spec.rope.within(max_model_len))
     entries = _named_in_full(find_tensors(folder), spec.names.prefix)
+    if has_untied_head(spec, entries):
+        spec = replace(spec, tie_embeddings=False)
+        if ranks.coord.rank == 0:
+            log.warning(
+                "%s: config.json ties the LM head to the embeddings, but the checkpoint has a "
+                "different %s.weight, which is used. To avoid this warning, set "
+                "tie_word_embeddings to false", folder, spec.names.head,
+            )  # fmt: skip
     chosen = choose_dtype(dtype, spec.dtype, device)
     check_shape(spec, ranks.coord.mesh)
     whole = empty_decoder(spec, chosen, torch.device("meta"))

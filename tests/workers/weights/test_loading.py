@@ -3,14 +3,21 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from penstock.workers.models.config import BadCheckpoint, UnsupportedModel
+from penstock.workers.parallel.collectives import ProcessGroup
+from penstock.workers.parallel.mesh import Mesh
+from penstock.workers.parallel.parallel_groups import ParallelGroups
 from penstock.workers.weights.loading import INDEX, SINGLE, choose_dtype, load_model
+from penstock.workers.weights.safetensors import CHUNK_BYTES
 from tests.support.checkpoints import make_checkpoint
+from tests.support.planner import generate
 
 CPU = torch.device("cpu")
 
@@ -26,7 +33,7 @@ def folder(tmp_path: Path) -> Path:
 def edit(folder: Path, change: Edit) -> None:
     tensors = load_file(folder / SINGLE)
     change(tensors)
-    save_file(tensors, folder / SINGLE)
+    save_file(tensors, folder / SINGLE, {"format": "pt"})
 
 
 def configure(folder: Path, **changes: object) -> None:
@@ -78,7 +85,52 @@ def test_redundant_tensors_of_older_tools_are_ignored(folder: Path) -> None:
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(6)
 
     edit(folder, add)
-    load_model(folder, "auto", CPU)
+    spec, _ = load_model(folder, "auto", CPU)
+    assert spec.tie_embeddings
+
+
+def untie(tensors: dict[str, torch.Tensor]) -> None:
+    head = tensors["model.embed_tokens.weight"].clone()
+    head[-1, -1] += 1
+    tensors["lm_head.weight"] = head
+
+
+@pytest.mark.parametrize("chunk_bytes", [CHUNK_BYTES, 1000])
+def test_head_that_differs_from_the_embeddings_is_not_tied(
+    folder: Path,
+    chunk_bytes: int,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("penstock.workers.weights.tied_embeddings.CHUNK_BYTES", chunk_bytes)
+    prompt = [5, 6, 7]
+    tied, _ = load_model(folder, "auto", CPU)
+    edit(folder, untie)
+    expected = AutoModelForCausalLM.from_pretrained(folder)(torch.tensor([prompt])).logits[0, -1]
+    spec, decoder = load_model(folder, "auto", CPU)
+    assert (tied.tie_embeddings, spec.tie_embeddings) == (True, False)
+    assert "different lm_head.weight" in caplog.text
+    [[logits]] = generate(decoder, [prompt], 1)[1]
+    torch.testing.assert_close(logits, expected)
+
+
+def test_all_ranks_use_a_head_that_differs_from_the_embeddings(folder: Path) -> None:
+    edit(folder, untie)
+    stored = load_file(folder / SINGLE)["lm_head.weight"]
+    for mesh in (Mesh(2), Mesh(1, 2)):
+        shards = []
+        for rank in range(mesh.num_ranks):
+            ranks = ParallelGroups(mesh.coord(rank), cast(ProcessGroup, object()))
+            spec, decoder = load_model(folder, "auto", CPU, ranks=ranks)
+            assert not spec.tie_embeddings
+            shards += [decoder.head.weight] if decoder.head is not None else []
+        assert torch.equal(torch.cat(shards), stored)
+
+
+def test_head_of_another_shape_than_the_embeddings_is_refused(folder: Path) -> None:
+    edit(folder, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(7, 48)}))
+    with pytest.raises(BadCheckpoint, match=r"lm_head.weight has shape \[7, 48\]"):
+        load_model(folder, "auto", CPU)
 
 
 def test_multi_token_prediction_layers_are_not_loaded(tmp_path: Path) -> None:
