@@ -139,6 +139,9 @@ def _yarn(rope: Fields, spec: RopeSpec, longest: int) -> RopeSpec:
         scale = _yarn_scale(spec.factor, rope.number("mscale", 1.0)) / _yarn_scale(
             spec.factor, rope.number("mscale_all_dim", 1.0)
         )
+    # vLLM multiplies by `attn_factor` (DeepSeek-R1-0528-Qwen3-8B); transformers ignores this key.
+    if rope.values.get("attn_factor") is not None:
+        scale *= rope.number("attn_factor", 1.0)
     return replace(
         spec,
         scale=_attention_factor(rope, scale),

@@ -79,6 +79,20 @@ def test_yarn_extends_the_context_to_the_original_length_times_the_factor(tmp_pa
     assert read_spec(write(tmp_path, rope_scaling=linear)).max_model_len == 128
 
 
+def test_yarn_multiplies_the_scale_by_attn_factor(tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+
+    def scale(**more: Any) -> float:
+        return read_spec(write(tmp_path, rope_scaling=yarn | more)).rope.scale
+
+    plain = 0.1 * math.log(4) + 1
+    assert scale() == scale(attn_factor=None) == pytest.approx(plain)
+    # DeepSeek-R1-0528-Qwen3-8B cancels YaRN's scale with this factor.
+    assert scale(attn_factor=0.8782488562869419) == pytest.approx(1.0)
+    assert scale(attn_factor=0.5, mscale=1.0, mscale_all_dim=1.0) == pytest.approx(0.5)
+    assert scale(attn_factor=0.5, attention_factor=1.25) == 1.25
+
+
 def test_longrope_uses_the_short_factors_for_short_contexts(tmp_path: Path) -> None:
     rope = read_spec(write(tmp_path, **PHI3, rope_scaling=LONG)).rope
     assert (rope.kind, rope.factor, rope.divisors) == ("longrope", 2.0, (2.0, 4.0, 6.0, 8.0))
@@ -432,6 +446,7 @@ def test_unsupported_setting_is_named_in_the_error(
         ),
         ({"rope_scaling": LONG | {"factor": -1}}, "factor is -1"),
         ({"rope_scaling": {"type": "yarn", "beta_fast": 0}}, "beta_fast is 0"),
+        ({"rope_scaling": {"type": "yarn", "attn_factor": "1"}}, "attn_factor is '1'"),
         (PHI3 | {"partial_rotary_factor": 0.4}, "partial_rotary_factor is 0.4.*even"),
         ({"eos_token_id": "</s>"}, "eos_token_id"),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": "9"}, "sliding_window"),
