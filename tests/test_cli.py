@@ -263,9 +263,16 @@ def test_missing_shard_is_named(model: Path) -> None:
 
 @pytest.mark.parametrize("weight_map", ["3", '{"a": 3}', '{"a": "../one"}', '{"a": "/etc/passwd"}'])
 def test_invalid_index_of_weights_is_refused(model: Path, weight_map: str) -> None:
+    (model / "model.safetensors").unlink()
     (model / "model.safetensors.index.json").write_text(f'{{"weight_map": {weight_map}}}')
     with pytest.raises(BadCheckpoint, match="weight_map"):
         checkpoint.check(model)
+
+
+def test_index_next_to_a_single_file_of_weights_is_ignored(model: Path) -> None:
+    index = {"weight_map": {"a": "gone.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    checkpoint.check(model)
 
 
 def test_unknown_architecture_is_refused_without_transformers(

@@ -128,14 +128,14 @@ def check(folder: Path, with_weights: bool = True) -> None:
     if not with_weights:
         _check_there(folder / "tokenizer.json")
         return
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if index.is_file() and not single.is_file():
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not all(map(is_file_name, weight_map.values())):
             raise BadCheckpoint(f"{index} has no valid weight_map: download it again")
         files = sorted(set(weight_map.values()))
     else:
-        files = ["model.safetensors"]
+        files = [single.name]
     for path in [folder / "tokenizer.json", *(folder / name for name in files)]:
         _check_there(path)
     for name in files:

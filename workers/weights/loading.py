@@ -238,13 +238,14 @@ def find_tensors(folder: Path) -> dict[str, TensorEntry]:
     """Return all tensors of a checkpoint by name.
 
     The checkpoint is a GGUF file, one safetensors file, or several safetensors files with an index.
+    An index next to a single file is ignored, as in `transformers`: it belongs to older files.
     """
     if is_gguf(folder):
         return find_gguf_tensors(folder)
-    if (folder / INDEX).is_file():
-        return _sharded(folder)
     if (folder / SINGLE).is_file():
         return read_header(folder / SINGLE)
+    if (folder / INDEX).is_file():
+        return _sharded(folder)
     if any(any(folder.glob(pattern)) for pattern in ("*.bin", "*.pth", "*.pt")):
         raise UnsupportedModel(
             f"{folder} has pickled weights only, which are never loaded (they can run code): "

@@ -14,7 +14,7 @@ from penstock.workers.models.config import BadCheckpoint, UnsupportedModel
 from penstock.workers.parallel.collectives import ProcessGroup
 from penstock.workers.parallel.mesh import Mesh
 from penstock.workers.parallel.parallel_groups import ParallelGroups
-from penstock.workers.weights.loading import INDEX, SINGLE, choose_dtype, load_model
+from penstock.workers.weights.loading import INDEX, SINGLE, choose_dtype, find_tensors, load_model
 from penstock.workers.weights.safetensors import CHUNK_BYTES
 from tests.support.checkpoints import make_checkpoint
 from tests.support.planner import generate
@@ -48,6 +48,17 @@ def test_sharded_checkpoint_equals_a_single_file(tmp_path: Path) -> None:
     one, many = (load_model(tmp_path / name, "auto", CPU)[1] for name in ("one", "many"))
     for name, expected in one.tensors().items():
         assert torch.equal(many.tensors()[name], expected)
+
+
+def test_index_next_to_a_single_file_is_ignored(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "old", "qwen3", max_shard_size="40KB")
+    make_checkpoint(tmp_path / "new", "qwen3")
+    (tmp_path / "new" / SINGLE).rename(tmp_path / "old" / SINGLE)
+    assert {entry.path.name for entry in find_tensors(tmp_path / "old").values()} == {SINGLE}
+    # When transformers saves a model again, it deletes the old shards, but not their index.
+    for shard in (tmp_path / "old").glob("model-*.safetensors"):
+        shard.unlink()
+    load_model(tmp_path / "old", "auto", CPU)
 
 
 def test_progress_counts_bytes_up_to_the_total(folder: Path) -> None:
