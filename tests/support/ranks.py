@@ -89,6 +89,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "head_dim": 8,
         "sliding_window": 9,
+        "rope_parameters": {"rope_type": "default"},
     },
     "deepseek": {
         "architectures": ["DeepseekV3ForCausalLM"],

@@ -48,6 +48,13 @@ GEMMA: dict[str, Any] = {
 }
 GEMMA_ABSENT: dict[str, Any] = {"tie_word_embeddings": True, "sliding_window": 4096}
 
+GPT_OSS_ROPE: dict[str, Any] = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "original_max_position_embeddings": 4096,
+    "truncate": False,
+}
+
 DEEPSEEK: dict[str, Any] = {
     "qkv_bias": if_configured,
     "output_bias": if_configured,
@@ -71,7 +78,7 @@ FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(
         "llama", qkv_bias=if_configured, output_bias=if_configured, mlp_bias=True
     ),
-    "MistralForCausalLM": Family("mistral", windows=every_layer),
+    "MistralForCausalLM": Family("mistral", windows=every_layer, absent={"sliding_window": 4096}),
     "Qwen2ForCausalLM": Family("qwen2", qkv_bias=always, windows=upper_layers),
     "Qwen3ForCausalLM": Family(
         "qwen3",
@@ -103,6 +110,7 @@ FAMILIES: dict[str, Family] = {
         output_bias=if_configured,
         qk_norm="whole",
         norm_position="after",
+        absent={"rms_norm_eps": 1e-5},
         names=TensorNames(
             attention_post_norm="post_attention_layernorm",
             mlp_post_norm="post_feedforward_layernorm",
@@ -112,6 +120,7 @@ FAMILIES: dict[str, Family] = {
         "phi3",
         windows=every_layer,
         partial_rotary=True,
+        absent={"rms_norm_eps": 1e-5},
         names=TensorNames(qkv=("self_attn.qkv_proj",), gate_up=("gate_up_proj",)),
     ),
     "Gemma2ForCausalLM": Family(
@@ -136,7 +145,13 @@ FAMILIES: dict[str, Family] = {
         head_dim=64,
         experts=ExpertConfigKeys("intermediate_size", normalise=True, clamped=True),
         sinks=True,
-        absent={"attention_bias": True, "sliding_window": 128},
+        absent={
+            "attention_bias": True,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": GPT_OSS_ROPE,
+            "rope_theta": 150000.0,
+            "sliding_window": 128,
+        },
         names=TensorNames(router="router"),
     ),
     "DeepseekV2ForCausalLM": Family(
@@ -167,6 +182,7 @@ FAMILIES: dict[str, Family] = {
         "mixtral",
         windows=every_layer,
         experts=ExpertConfigKeys("intermediate_size", normalise=True),
+        absent={"rms_norm_eps": 1e-5, "rope_theta": 1e6},
         names=TensorNames(
             experts="block_sparse_moe", expert_gate_up=("w1", "w3"), expert_down="w2"
         ),

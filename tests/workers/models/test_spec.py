@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -233,6 +234,33 @@ def test_gpt_oss(tmp_path: Path) -> None:
     assert spec.experts == ExpertsSpec(8, 2, 64, True, 0, (True,) * 3, (1.702, 7.0))
     assert (spec.sinks, spec.head_dim, spec.windows) == (True, 64, (128, 0, 128))
     assert (spec.qkv_bias, spec.output_bias) == (True, True)
+    yarn = RopeSpec(150000.0, "yarn", 32.0, original_max_len=4096, truncate=False)
+    assert replace(spec.rope, scale=1.0) == yarn
+    assert spec.rope.scale == pytest.approx(0.1 * math.log(32) + 1)
+    plain = read_spec(write(tmp_path, **GPT_OSS, rope_parameters={"rope_type": "default"}))
+    assert plain.rope == RopeSpec(150000.0)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "norm_eps", "theta", "window"),
+    [
+        ("LlamaForCausalLM", 1e-6, 1e4, 0),
+        ("MistralForCausalLM", 1e-6, 1e4, 4096),
+        ("Olmo2ForCausalLM", 1e-5, 1e4, 0),
+        ("Phi3ForCausalLM", 1e-5, 1e4, 0),
+        ("GptOssForCausalLM", 1e-5, 150000.0, 128),
+        ("MixtralForCausalLM", 1e-5, 1e6, 0),
+    ],
+)
+def test_absent_keys_have_the_defaults_of_transformers(
+    tmp_path: Path, architecture: str, norm_eps: float, theta: float, window: int
+) -> None:
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 2}
+    spec = read_spec(write(tmp_path, architectures=[architecture], **experts))
+    assert (spec.norm_eps, spec.rope.theta, spec.windows[0]) == (norm_eps, theta, window)
+    given = {"rms_norm_eps": 0.5, "rope_theta": 7.0, "sliding_window": None}
+    spec = read_spec(write(tmp_path, architectures=[architecture], **experts, **given))
+    assert (spec.norm_eps, spec.rope.theta, spec.windows) == (0.5, 7.0, (0, 0, 0))
 
 
 GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "num_hidden_layers": 6, "sliding_window": 9}
