@@ -3,6 +3,7 @@
 Two workers can exchange KV blocks only if their layout strings are equal.
 """
 
+from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from penstock.kernels.cpu_common.cpu_features import has_amx, has_vnni
 from penstock.kernels.kv_cache.format import KvCacheFormat
 from penstock.workers.models.protocols import ModelInfo
 from penstock.workers.parallel.mesh import Mesh
+from penstock.workers.weights.loading import find_tensors
 
 KV_TRANSFER_VERSION = 2  # increase it when the meaning of transferred blocks changes
 
@@ -32,11 +34,21 @@ def model_fingerprint(folder: Path) -> str:
             _hash_weights(digest, part.path, 0, part.num_bytes)
         return digest.hexdigest()
     digest.update((folder / "config.json").read_bytes())
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in _weight_files(folder):
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
         _hash_weights(digest, path, 8, 8 + length)
     return digest.hexdigest()
+
+
+def _weight_files(folder: Path) -> Sequence[Path]:
+    """Return the safetensors files that are read; there are none if a model was made in memory.
+
+    The folder may contain others, for example Mistral's consolidated weights.
+    """
+    if not any(folder.glob("*.safetensors")):
+        return ()
+    return sorted({entry.path for entry in find_tensors(folder).values()})
 
 
 def _hash_weights(digest: blake2b, path: Path, start: int, num_bytes: int) -> None:
