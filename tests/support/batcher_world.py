@@ -97,9 +97,22 @@ class BatcherWorld:
         self._submit_attempt(request, target, yield_after, kv_len)
         return target
 
+    def move_and_drop(self, request: BatcherRequest) -> None:
+        """Move a yielded request to a decoding worker, and drop it when a step is planned ahead."""
+        assert request.lease is not None
+        target = self.workers[1 - self.workers.index(request.lease[0])]
+        # Another request, so that the target decodes and can admit `request` in the planned step.
+        self.submit(target, [30, 31], SamplingParams(max_tokens=12, min_tokens=12))
+        self.step(target, 4)
+        target.withdraw()
+        self.plan(target)
+        self.move(request, yield_after=0)
+        self.plan(target)
+        self.drop(request)
+
     def request_yield(self, request: BatcherRequest) -> None:
         request.worker.batcher.request_yield(request.key)
-        self._handle_events(request.worker)
+        self.handle_events(request.worker)
 
     def drop(self, request: BatcherRequest) -> None:
         worker = request.worker
@@ -112,7 +125,7 @@ class BatcherWorld:
         """End one choice early, as after a stop string."""
         request.ended[choice] = True
         request.worker.batcher.drop_choice(request.key, choice)
-        self._handle_events(request.worker)
+        self.handle_events(request.worker)
 
     def drop_lease(self, request: BatcherRequest) -> None:
         assert request.lease is not None
@@ -130,13 +143,17 @@ class BatcherWorld:
     # ------------------------------------------------------------ workers
 
     def plan(self, worker: BatcherWorker) -> None:
+        """Plan a step. The events of a step planned ahead stay pending, as in a stepper."""
+        is_ahead = worker.plan is not None
         worker.plan_step()
-        self._handle_events(worker)
+        if not is_ahead:
+            self.handle_events(worker)
 
     def commit(self, worker: BatcherWorker) -> None:
         """Commit the step in flight, and check its results."""
         if worker.plan is None:
             return
+        self.handle_events(worker)
         for key, position in worker.scored():
             self._by_key(key).accept_prompt_logprob(position)
             self.num_scored += 1
@@ -150,7 +167,7 @@ class BatcherWorld:
                 int(output.tokens[i]),
                 FinishReason(int(output.finishes[i])),
             )
-        self._handle_events(worker)
+        self.handle_events(worker)
 
     def step(self, worker: BatcherWorker, num_steps: int) -> None:
         for _ in range(num_steps):
@@ -186,7 +203,7 @@ class BatcherWorld:
     def fail_transfer(self, request: BatcherRequest) -> None:
         request.state = "submitted"
         request.worker.batcher.transfer_failed(request.key)
-        self._handle_events(request.worker)
+        self.handle_events(request.worker)
 
     def end_transfer(self, transfer: BlockTransfer, complete: bool) -> None:
         self.transfers.remove(transfer)
@@ -198,7 +215,7 @@ class BatcherWorld:
             self.num_transferred += 1
             request.state = "submitted"
             target.batcher.transfer_done(transfer.key)
-            self._handle_events(target)
+            self.handle_events(target)
         else:
             self.fail_transfer(request)
 
@@ -240,7 +257,7 @@ class BatcherWorld:
 
     # ------------------------------------------------------------ events
 
-    def _handle_events(self, worker: BatcherWorker) -> None:
+    def handle_events(self, worker: BatcherWorker) -> None:
         for event in worker.batcher.events():
             assert event.key not in worker.dropped
             self._handle_event(worker, self._by_key(event.key), event)

@@ -10,6 +10,7 @@ from penstock.workers.scheduling.sequence import (
     Finished,
     Ints,
     Key,
+    Reserved,
     SchedulerEvent,
     Yielded,
 )
@@ -92,11 +93,15 @@ class SequenceGroups:
 
     def drop(self, key: Key) -> None:
         """Remove a sequence and its pending events; if the sequence has yielded, drop its lease."""
+        removed = [event for event in self.events if event.key == key]
         self.events = [event for event in self.events if event.key != key]
         if key not in self._groups:
             self._leases.drop(key)
         for ticket in self._groups.pop(key, ()):
             self._release(ticket)
+        if any(isinstance(event, Reserved) for event in removed):
+            # Nobody knows of the reserved blocks, so no transfer writes to them.
+            self._leases.release_abandoned(key)
 
     def fail(self, key: Key) -> None:
         """Drop a sequence with non-finite logits; unpublish its blocks to prevent their reuse."""

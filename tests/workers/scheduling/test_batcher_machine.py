@@ -135,6 +135,11 @@ class BatcherMachine(RuleBasedStateMachine):
         request = data.draw(st.sampled_from(self.world.movable()))
         self.world.step(self.world.move(request, yield_after), steps)
 
+    @precondition(lambda self: bool(self.world.movable()))
+    @rule(data=st.data())
+    def move_and_drop(self, data: st.DataObject) -> None:
+        self.world.move_and_drop(data.draw(st.sampled_from(self.world.movable())))
+
     @precondition(in_state("submitted", "receiving"))
     @rule(data=st.data())
     def drop(self, data: st.DataObject) -> None:
@@ -153,6 +158,10 @@ class BatcherMachine(RuleBasedStateMachine):
     @rule(which=which)
     def withdraw(self, which: int) -> None:
         self.world.workers[which].withdraw()
+
+    @rule(which=which)
+    def handle_events(self, which: int) -> None:
+        self.world.handle_events(self.world.workers[which])
 
     @rule(which=which, steps=st.integers(1, 8))
     def step_ahead(self, which: int, steps: int) -> None:
@@ -232,8 +241,10 @@ class Schedule:
             (self.plan, 3),
             (self.step_ahead, 8),
             (self.withdraw, 1),
+            (self.handle_events, 2),
             (self.yield_or_resume, 2),
             (self.disturb, 0 if self.calm else 2),
+            (self.move_and_drop, 0 if self.calm else 4),
         ]
         functions, weights = zip(*actions, strict=True)
         for action in self.rng.choices(functions, weights, k=num_actions):
@@ -276,9 +287,16 @@ class Schedule:
     def withdraw(self) -> None:
         self.rng.choice(self.world.workers).withdraw()
 
+    def handle_events(self) -> None:
+        self.world.handle_events(self.rng.choice(self.world.workers))
+
     def move(self) -> None:
         if movable := self.world.movable():
             self.world.move(self.rng.choice(movable), self.rng.choice([0, 0, 2]))
+
+    def move_and_drop(self) -> None:
+        if movable := self.world.movable():
+            self.world.move_and_drop(self.rng.choice(movable))
 
     def start_transfer(self) -> None:
         if waiting := self.world.without_transfer():

@@ -81,9 +81,25 @@ def test_blocks_are_not_transferred_again_after_a_preemption() -> None:
     assert kinds == [Admitted, Reserved, Preempted, Admitted, Finished]
 
 
+def test_reserved_blocks_of_a_sequence_dropped_before_its_events_are_taken_are_free() -> None:
+    decode = Bench()
+    decode.batcher.submit(sequence("running", [1, 2, 3], 8))
+    decode.step()
+    decode.batcher.plan()
+    decode.batcher.events()
+    decode.batcher.submit(sequence("d", list(range(14)), 8, source_len=13))
+    decode.batcher.plan()  # planned ahead, so that the events stay pending while commands arrive
+    assert decode.batcher.load().reserved_blocks == 4
+    decode.batcher.drop("d")
+    assert decode.batcher.events() == []
+    assert decode.batcher.load().reserved_blocks == 0
+    decode.batcher.check()
+
+
 def test_reserved_blocks_of_a_dropped_sequence_stay_until_the_transfer_drains() -> None:
     prefill, decode = Bench(), Bench()
     transfer_blocks(prefill, decode, list(range(14)), 8)
+    decode.batcher.events()  # from now on, a transfer may write to the reserved blocks
     decode.batcher.drop("d")
     decode.batcher.transfer_done("d")
     decode.batcher.transfer_failed("d")
