@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeAlias
 
@@ -17,6 +17,13 @@ from penstock.workers.service.codec import SequenceKey
 from penstock.workers.service.session import Session
 
 EngineCommand: TypeAlias = Callable[[Engine], None]
+
+
+@dataclass(slots=True)
+class _Compilation:
+    future: asyncio.Future[NewSequence]
+    # commands to post to the engine after the sequence is submitted
+    commands: list[EngineCommand] = field(default_factory=list)
 
 
 class Submitter:
@@ -33,9 +40,8 @@ class Submitter:
         self._grammars = grammars
         self._most = most
         self._thread = ThreadPoolExecutor(1, "grammars")
-        # For each sequence whose grammar is being compiled, the commands to post to the engine
-        # after the sequence is submitted.
-        self._waiting: dict[SequenceKey, list[EngineCommand]] = {}
+        # The compilation of each sequence that waits for its grammar.
+        self._waiting: dict[SequenceKey, _Compilation] = {}
 
     @property
     def num_waiting(self) -> int:
@@ -59,21 +65,26 @@ class Submitter:
             many = f"{len(self._waiting)} requests wait until their grammars are compiled"
             self._refuse(session, key, f"{many}, the maximum: try later", False)
         else:
-            self._waiting[key] = []
             compiling = partial(self._with_grammar, new, wanted)
             done = asyncio.get_running_loop().run_in_executor(self._thread, compiling)
+            self._waiting[key] = _Compilation(done)
             done.add_done_callback(partial(self._compiled, session, key))
 
     def post(self, key: SequenceKey, command: EngineCommand) -> None:
         """Post a command for a sequence; the engine gets it after the sequence itself."""
         if key in self._waiting:
-            self._waiting[key].append(command)
+            self._waiting[key].commands.append(command)
         else:
             self._engine.post(command)
 
     def cancel(self, key: SequenceKey) -> None:
-        """Discard a sequence that waits for its grammar; ignore other keys."""
-        self._waiting.pop(key, None)
+        """Discard a sequence that waits for its grammar; ignore other keys.
+
+        The grammar is not compiled, unless its compilation has begun.
+        """
+        compilation = self._waiting.pop(key, None)
+        if compilation is not None:
+            compilation.future.cancel()
 
     def stop(self) -> None:
         """Stop compiling grammars; discard the sequences that wait for one."""
@@ -90,9 +101,9 @@ class Submitter:
     def _compiled(
         self, session: Session, key: SequenceKey, done: "asyncio.Future[NewSequence]"
     ) -> None:
-        commands = self._waiting.pop(key, None)
-        if done.cancelled() or commands is None:
+        if done.cancelled() or key not in self._waiting:
             return
+        commands = self._waiting.pop(key).commands
         if (error := done.exception()) is not None:
             self._refuse(session, key, str(error), isinstance(error, ValueError))
             return

@@ -107,6 +107,30 @@ async def test_dropped_sequence_is_not_submitted_when_its_grammar_is_ready(
     assert not router.answers[1, 1]
 
 
+async def test_grammars_of_dropped_sequences_are_not_compiled(
+    router: AttachedRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compile_grammar, may_compile = GrammarCache.compile, threading.Event()
+    compiled: list[str] = []
+
+    def wait_and_compile(cache: GrammarCache, wanted: StructuredOutputs) -> CompiledGrammar:
+        assert may_compile.wait(60)
+        compiled.append(wanted.text)
+        return compile_grammar(cache, wanted)
+
+    monkeypatch.setattr(GrammarCache, "compile", wait_and_compile)
+    forms = [f"[0-9]{{{request}}}z" for request in range(1, 5)]
+    for request, text in enumerate(forms, 1):
+        await router.submit(request, PROMPT, constrained(20, form("regex", text)))
+    await router.until(lambda: router.load.awaiting_grammar == 4)
+    for request in (2, 3):
+        await router.drop(request)
+    await router.until(lambda: router.load.awaiting_grammar == 2)
+    may_compile.set()
+    await router.answer(4)
+    assert compiled == [forms[0], forms[3]]
+
+
 async def test_load_counts_the_sequences_that_wait_for_their_grammars(
     router: AttachedRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
