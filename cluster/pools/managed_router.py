@@ -48,6 +48,8 @@ class ManagedRouter:
         self._report = report
         # Address (host:port) of each ready worker, by worker name.
         self._worker_addresses: dict[str, str] = {}
+        # Number of the latest update of the workers, and of the latest one that the router has got.
+        self._latest_update, self._received_update = 0, 0
         self._roles = roles or RoleRegistry()
         self._role_tasks: set[asyncio.Task[None]] = set()
 
@@ -108,8 +110,10 @@ class ManagedRouter:
         state: ClusterState | None = None
         if self.actor is not None and self.actor.up:
             state = await self.actor.call("snapshot")
-        if state is not None and not self._roles.merge(state.roles):
-            await self._send_workers()
+        if state is not None:
+            has_roles = self._roles.merge(state.roles)
+            if not has_roles or self._received_update < self._latest_update:
+                await self._send_workers()
         return state
 
     async def show_cluster(self, scaling: Scaling, routers: Sequence[RouterState]) -> None:
@@ -134,10 +138,15 @@ class ManagedRouter:
             await self.actor.call("worker_died", name)
 
     async def _send_workers(self) -> None:
+        self._latest_update += 1
+        update = self._latest_update
         # Send roles first, because they decide how the router uses the workers.
         await self._send_roles()
-        if self.actor is not None and self.actor.up:
-            await self.actor.call("set_workers", dict(self._worker_addresses))
+        if self.actor is None or not self.actor.up:
+            return
+        # If the update fails or is cancelled, `snapshot` sends it again.
+        if await self.actor.call("set_workers", dict(self._worker_addresses)):
+            self._received_update = max(self._received_update, update)
 
     async def _send_roles(self) -> None:
         if self._roles.assignments and self.actor is not None and self.actor.up:

@@ -108,7 +108,7 @@ class ActorHandle:
             self._death.set_result(reason)
 
     async def call(self, method: str, *arguments: object) -> Any:
-        """Call a method of the actor. Return None if the process is dead.
+        """Call a method of the actor. Return None if the process is dead or Ray cannot reach it.
 
         Raises:
             RayTaskError: the method raised an exception.

@@ -301,9 +301,13 @@ class RouterActor(_ProcessActor):
         router = self._router
         return router.http_address, router.grpc_address, router.admin_address
 
-    async def set_workers(self, addresses: dict[str, str]) -> None:
-        """Replace the known workers by `addresses`, which maps worker names to host:port."""
+    async def set_workers(self, addresses: dict[str, str]) -> bool:
+        """Replace the known workers by `addresses`, which maps worker names to host:port.
+
+        Return True, because Ray's calls return None if they fail (`ActorHandle.call`).
+        """
         await self._running.set_workers(addresses)
+        return True
 
     async def wait_for_workers(self, count: int) -> None:
         """Wait until this router is connected to `count` workers."""

@@ -20,10 +20,15 @@ class FakeActorHandle:
     def __init__(self) -> None:
         self.up = False
         self.calls: list[tuple[Any, ...]] = []
+        self.unreachable = False  # calls then return None, like `ActorHandle.call`
+        self.state = SimpleNamespace(roles={})
 
-    async def call(self, method: str, *arguments: object) -> None:
+    async def call(self, method: str, *arguments: object) -> Any:
         assert self.up, f"{method}: the router has not been started"
+        if self.unreachable:
+            return None
         self.calls.append((method, *arguments))
+        return {"snapshot": self.state, "set_workers": True}.get(method)
 
 
 async def test_worker_exit_is_not_sent_to_a_router_that_is_starting() -> None:
@@ -41,6 +46,43 @@ async def test_worker_exit_is_not_sent_to_a_router_that_is_starting() -> None:
         ("worker_died", "decode-1"),
         ("set_workers", {}),
     ]
+
+
+async def test_workers_are_sent_again_after_a_failed_call() -> None:
+    router = ManagedRouter(RouterConfig(Path("m"), "m"), lambda title, notice: None)
+    process = FakeActorHandle()
+    process.up = process.unreachable = True
+    router.actor = cast(ActorHandle, process)
+    await router.on_worker_ready("decode-0", "here:1")
+    assert await router.snapshot() is None
+    assert process.calls == []
+    process.unreachable = False
+    for _ in range(3):
+        assert await router.snapshot() is not None
+    sent = ("set_workers", {"decode-0": "here:1"})
+    assert process.calls == [("snapshot",), sent, ("snapshot",), ("snapshot",)]
+
+
+async def test_workers_are_sent_again_after_a_cancelled_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    roles = RoleRegistry()
+    roles.record({"decode-0": Assignment("mixed", 5.0, "ops")})
+    router = ManagedRouter(RouterConfig(Path("m"), "m"), lambda title, notice: None, roles=roles)
+    process = FakeActorHandle()
+    process.up = True
+    process.state.roles = dict(roles.assignments)
+    router.actor = cast(ActorHandle, process)
+
+    async def hang(*arguments: object) -> None:
+        await asyncio.Event().wait()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(process, "call", hang)  # hangs in `set_roles`
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(router.on_worker_ready("decode-0", "here:1"), 0.01)
+    await router.snapshot()
+    assert process.calls[-1] == ("set_workers", {"decode-0": "here:1"})
 
 
 @pytest.mark.parametrize("own_node", [True, False])
