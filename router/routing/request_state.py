@@ -217,15 +217,20 @@ class RequestState(Submissions):
         self._promote_pending(out)
         return True
 
-    def failed(self, worker: str, attempt: int, out: list[Command]) -> bool:
-        """Handle Failed. Return True if the pending worker reported the failure."""
+    def failed(self, worker: str, attempt: int, epoch: int, out: list[Command]) -> bool:
+        """Handle Failed. Return True if the pending worker reported the failure.
+
+        If the source reports the failure of an earlier transfer, for example to a worker that was
+        lost, its lease remains the source.
+        """
         if self._is_pending(worker, attempt):
             if self.running is None:
                 self._promote_pending(out)
             else:
                 self._fail_live_migration(out)
             return True
-        if self.lease and self.lease.worker == worker and self.lease.attempt == attempt:
+        is_source = self.lease and (self.lease.worker, self.lease.attempt) == (worker, attempt)
+        if is_source and self.pending is not None and self.pending.epoch == epoch:
             # The destination will detect the failure and recompute the tokens.
             self._drop_lease(out)
         return False

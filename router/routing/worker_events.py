@@ -229,7 +229,7 @@ class WorkerEventHandler:
     def failed(self, event: Failed, out: Commands, now: float) -> None:
         state = self._state_of(event, out, now)
         if state is not None:
-            failed = state.failed(event.worker, event.attempt, out)
+            failed = state.failed(event.worker, event.attempt, event.epoch, out)
             self._counters.num_transfers_failed += failed
             self._requests.reconcile(state, out, now)
 

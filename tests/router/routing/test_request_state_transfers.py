@@ -121,7 +121,10 @@ def test_loss_of_the_source_changes_nothing_at_first(make: Callable[[], RequestH
 
 @pytest.mark.parametrize(
     "lose_source",
-    [lambda state, out: state.worker_lost("w", out), lambda state, out: state.failed("w", 1, out)],
+    [
+        lambda state, out: state.worker_lost("w", out),
+        lambda state, out: state.failed("w", 1, 9, out),
+    ],
 )
 def test_transfer_with_a_lost_source_is_abandoned_at_the_second_check(
     lose_source: Callable[[RequestState, list[Command]], bool],
@@ -173,22 +176,31 @@ def test_failure_at_the_destination_makes_it_compute_the_tokens(
     make: Callable[[], RequestHistory],
 ) -> None:
     history = make()
-    assert history.apply(lambda out: history.state.failed("v", 2, out)) is True
+    assert history.apply(lambda out: history.state.failed("v", 2, 9, out)) is True
     assert (history.commands, history.phase) == ([Drop("w", 1, 1)], Phase.RUNNING)
 
 
 def test_failure_at_the_source_leaves_the_request_at_the_destination() -> None:
     history = transferring()
-    assert history.apply(lambda out: history.state.failed("w", 1, out)) is False
+    assert history.apply(lambda out: history.state.failed("w", 1, 9, out)) is False
     assert (history.commands, history.phase) == ([Drop("w", 1, 1)], Phase.TRANSFERRING)
     assert history.token("v", 2, 1) is AppendResult.STATE_CHANGED
+
+
+@pytest.mark.parametrize("make", [yielded, waiting, transferring])
+def test_failure_of_an_earlier_transfer_keeps_the_lease(
+    make: Callable[[], RequestHistory],
+) -> None:
+    history = make()
+    assert history.apply(lambda out: history.state.failed("w", 1, 8, out)) is False
+    assert (history.commands, history.phase, history.state.lease) == ([], make().phase, LEASE)
 
 
 def test_received_and_failed_of_old_attempts_and_epochs_change_nothing() -> None:
     history = transferring()
     assert history.apply(lambda out: history.state.received("v", 2, 8, out)) is False
     assert history.apply(lambda out: history.state.received("v", 1, 9, out)) is False
-    assert history.apply(lambda out: history.state.failed("v", 1, out)) is False
+    assert history.apply(lambda out: history.state.failed("v", 1, 9, out)) is False
     assert history.phase is Phase.TRANSFERRING
 
 
@@ -196,9 +208,9 @@ def test_events_of_an_attempt_count_only_from_its_own_worker() -> None:
     history = running()
     assert history.apply(lambda out: history.state.rejected("x", 1, out)) is False
     history = transferring()
-    assert history.apply(lambda out: history.state.failed("x", 1, out)) is False
-    assert history.apply(lambda out: history.state.failed("x", 2, out)) is False
-    assert history.apply(lambda out: history.state.failed("w", 7, out)) is False
+    assert history.apply(lambda out: history.state.failed("x", 1, 9, out)) is False
+    assert history.apply(lambda out: history.state.failed("x", 2, 9, out)) is False
+    assert history.apply(lambda out: history.state.failed("w", 7, 9, out)) is False
     assert (history.commands, history.phase) == ([], Phase.TRANSFERRING)
 
 
@@ -271,7 +283,7 @@ def test_migration_target_that_cannot_wait_is_dropped(outcome: str) -> None:
     if outcome == "step":
         assert history.token("v", 2, 1) is AppendResult.MOVED
     elif outcome == "failed":
-        assert history.apply(lambda out: state.failed("v", 2, out)) is True
+        assert history.apply(lambda out: state.failed("v", 2, 9, out)) is True
     else:
         assert history.apply(lambda out: state.aborted("v", 2, "nan", out)) is True
     assert (history.commands, history.phase) == ([Drop("v", 1, 2)], Phase.RUNNING)

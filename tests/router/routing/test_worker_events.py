@@ -14,8 +14,10 @@ from penstock.router.routing.events import (
     Finish,
     Heartbeat,
     Ready,
+    Received,
     Rejected,
     Request,
+    Send,
     Status,
     Stepped,
     Submit,
@@ -204,6 +206,22 @@ def test_failed_transfer_is_counted_and_the_request_continues() -> None:
     assert router.dispatcher.counters.num_transfers_failed == 1
     assert [worker.num_requests for worker in router.dispatcher.workers()] == [0, 1]
     assert [type(c) for c in router.step("d", 2, 1)] == [Deliver]
+
+
+def test_prompt_is_not_recomputed_after_the_destination_of_its_transfer_was_lost() -> None:
+    router = Router(P, D, info_of("d2", "decode"))
+    router.arrive()
+    router.step("p", 1, 0)
+    router(Yielded("p", 1, 1, 3))
+    router(Ready("d", 1, 2, 4, 0, AT))
+    assert submits(router(WorkerLost("d"))) == [("d2", 1, 3)]
+    # The source reports that it could not send to the lost worker, before or after Ready.
+    late = Failed("p", 1, 1, 4, "p could not send: the connection is closed")
+    assert router(late) == []
+    assert [type(command) for command in router(Ready("d2", 1, 3, 1, 0, AT))] == [Send]
+    assert router(late) == []
+    assert [router(Tick()) for _ in range(3)] == [[], [], []]
+    assert router(Received("d2", 1, 3, 1)) == [Drop("p", 1, 1)]
 
 
 def test_status_has_role_requests_and_load_of_each_worker() -> None:
