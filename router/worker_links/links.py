@@ -28,6 +28,7 @@ class WorkerLinks:
         self._identity = identity
         self._post = post
         self._links: dict[str, WorkerLink] = {}
+        self._set_workers_lock = asyncio.Lock()
         # Last Welcome message of each connected worker.
         self._welcomes: dict[str, worker_pb2.Welcome] = {}
         # The last argument of `model_limits` and the cached result for it, or None without a cached
@@ -81,16 +82,22 @@ class WorkerLinks:
         return {link.worker: steps for link, steps in named if steps is not None}
 
     async def set_workers(self, addresses: Mapping[str, str]) -> None:
-        """Connect to the workers in `addresses` (name to `host:port`); stop links to any others."""
-        gone = [link for name, link in self._links.items() if addresses.get(name) != link.address]
-        for link in gone:
-            del self._links[link.worker]
-        await asyncio.gather(*(link.stop() for link in gone))
-        for name, address in addresses.items():
-            if name not in self._links:
-                self._links[name] = WorkerLink(
-                    name, address, self._identity, self._on_event, self._on_welcome
-                )
+        """Connect to the workers in `addresses` (name to `host:port`); stop links to any others.
+
+        Concurrent calls run one after another; the last call decides.
+        """
+        async with self._set_workers_lock:
+            gone = [
+                each for name, each in self._links.items() if addresses.get(name) != each.address
+            ]
+            for link in gone:
+                del self._links[link.worker]
+            await asyncio.gather(*(link.stop() for link in gone))
+            for name, address in addresses.items():
+                if name not in self._links:
+                    self._links[name] = WorkerLink(
+                        name, address, self._identity, self._on_event, self._on_welcome
+                    )
 
     def send(self, command: ev.WorkerCommand) -> None:
         """Send a command to its worker. The command is discarded if the worker is not connected."""
