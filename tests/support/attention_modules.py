@@ -13,6 +13,9 @@ from torch import Tensor
 
 from tests.support.simulated_device import in_graph
 
+MULTIPROCESSORS = 148
+"""Number of multiprocessors of the simulated GPU."""
+
 
 def attend_paged(
     query: Tensor,
@@ -107,6 +110,7 @@ class _Wrapper:
     def __init__(self, float_workspace_buffer: Tensor, kv_layout: str) -> None:
         assert float_workspace_buffer.dtype == torch.uint8
         assert kv_layout == "HND"
+        self.workspace_bytes = len(float_workspace_buffer)
         self.planned: dict[str, Any] | None = None
 
     def set_plan(
@@ -120,6 +124,23 @@ class _Wrapper:
         assert int(last.min()) >= 1
         assert int(last.max()) <= sizes[3]
         self.planned = {"sizes": sizes, **options}
+
+    def check_workspace(self, query_lens: Tensor, sizes: tuple[int, ...], captured: bool) -> None:
+        """Refuse a workspace that FlashInfer's `PrefillPlan` may find too small."""
+        num_heads, num_kv_heads, head_dim, _ = sizes
+        group, num_sequences = num_heads // num_kv_heads, len(query_lens)
+        mean = int(query_lens.sum()) * group // num_sequences
+        tile_rows = 128 if mean > 64 and head_dim < 256 else 64 if mean > 16 else 16
+        most_if_split = 2 * MULTIPROCESSORS // num_kv_heads
+        num_tiles = int((query_lens * group / tile_rows).ceil().sum())
+        if captured:
+            bound = -(-int(query_lens.sum()) * group // tile_rows) + num_sequences - 1
+            num_tiles = max(most_if_split, bound)
+        else:
+            num_tiles = most_if_split if num_tiles < most_if_split else 0
+        needed = num_heads * num_tiles * tile_rows * (head_dim + 1) * 4
+        if needed > self.workspace_bytes:
+            raise RuntimeError(f"Failed to allocate memory for batch_prefill_tmp_v: {needed} bytes")
 
     def attend(
         self,
@@ -173,6 +194,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
     ) -> None:
         super().__init__(float_workspace_buffer, kv_layout)
         assert use_cuda_graph
+        self.use_tensor_cores = use_tensor_cores
         assert paged_kv_indptr_buffer is not None
         assert paged_kv_indices_buffer is not None
         assert paged_kv_last_page_len_buffer is not None
@@ -205,6 +227,10 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
             raise ValueError("The batch size should be fixed in cudagraph mode")
         if len(indices) > len(self.buffers[1]):
             raise ValueError("The size of indices should be less than or equal to the buffer")
+        sizes = (num_qo_heads, num_kv_heads, head_dim, page_size)
+        if self.use_tensor_cores:
+            query_lens = torch.ones(len(last_page_len), dtype=torch.int32)
+            self.check_workspace(query_lens, sizes, captured=True)
         options = {
             "window_left": window_left,
             "logits_soft_cap": logits_soft_cap,
@@ -212,7 +238,6 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
             "kv_data_type": kv_data_type,
             "sm_scale": sm_scale,
         }
-        sizes = (num_qo_heads, num_kv_heads, head_dim, page_size)
         lists = (indptr, indices, last_page_len)
         self.set_plan(lists, sizes, options)
         for buffer, values in zip(self.buffers, lists, strict=True):
@@ -259,7 +284,9 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
             "sm_scale": sm_scale,
         }
         lists = (paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
-        self.set_plan(lists, (num_qo_heads, num_kv_heads, head_dim_qk, page_size), options)
+        sizes = (num_qo_heads, num_kv_heads, head_dim_qk, page_size)
+        self.check_workspace(qo_indptr.diff(), sizes, captured=False)
+        self.set_plan(lists, sizes, options)
         self.given = qo_indptr.clone(), tuple(each.clone() for each in lists)
 
     def run(self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor]) -> Tensor:

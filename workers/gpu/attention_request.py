@@ -3,32 +3,39 @@
 import torch
 
 from penstock.kernels.attention.backends.interface import AttentionRequest
+from penstock.workers.gpu.graph_buckets import GraphBuckets
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.protocols import Model
 
 
 def attention_request(
-    model: Model, cached: torch.dtype, block_size: int, deterministic: bool
+    model: Model, cached: torch.dtype, block_size: int, max_sequences: int, deterministic: bool
 ) -> AttentionRequest:
     """Return the `AttentionRequest` of a rank's shard of a model.
 
     Args:
         cached: dtype of the KV cache.
         block_size: tokens per block.
+        max_sequences: maximum number of sequences of a step.
     """
     spec, device = model.spec, model.device
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    capability, multiprocessors = (0, 0), 0
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     _, num_kv_heads, features = spec.kv_shape
     native = model.spec if isinstance(model, Decoder) else None
     return AttentionRequest(
         device=device.type,
         capability=capability,
+        multiprocessors=multiprocessors,
         dtype=_name(model.dtype),
         cached=_name(cached),
         num_heads=native.num_heads if native else num_kv_heads,
         num_kv_heads=num_kv_heads,
         head_dim=features,
         block_size=block_size,
+        captured_rows=GraphBuckets(max_sequences, spec.max_model_len).rows[-1],
         windows=tuple(spec.windows),
         scale=native.attention_scale if native else None,
         cap=native.attention_cap if native else 0.0,

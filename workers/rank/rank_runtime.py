@@ -220,8 +220,10 @@ def _choose_attention(
     config: WorkerConfig, decoder: Model, form: KvCacheFormat
 ) -> AttentionBackend | None:
     """Choose and log the attention backend; return None if steps run on a CPU."""
-    block_size = config.step_sizes(_gpu_memory(decoder.device)).block_size
-    request = attention_request(decoder, form.dtype, block_size, config.deterministic)
+    sizes = config.step_sizes(_gpu_memory(decoder.device))
+    request = attention_request(
+        decoder, form.dtype, sizes.block_size, sizes.max_sequences, config.deterministic
+    )
     backend = choose_attention_backend(config.attention_backend, request, decoder.device)
     return backend if _runs_asynchronously(decoder) else None
 

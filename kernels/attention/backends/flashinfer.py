@@ -28,8 +28,15 @@ MODULE = "flashinfer"
 
 HEAD_DIMS = (64, 128, 256)
 
-WORKSPACE_BYTES = 128 << 20
-"""Size of the workspace that all wrappers share; FlashInfer's documentation recommends it."""
+MIN_WORKSPACE_BYTES = 128 << 20
+"""Smallest size of the workspace; FlashInfer's documentation recommends it."""
+
+WORKSPACE_MARGIN_BYTES = 4 << 20
+"""Bytes of the workspace in addition to the calculated size, for alignment."""
+
+MAX_TILE_ROWS = 128
+"""Largest number of query rows of a FlashInfer tile. A token has one row per query head of its KV
+head."""
 
 TENSOR_CORE_GROUP = 4
 """Decode steps use FlashInfer's tensor core kernels if a KV head has at least this number of query
@@ -46,6 +53,29 @@ def supports(request: AttentionRequest) -> str:
     if request.head_dim not in HEAD_DIMS:
         return f"it supports heads of 64, 128 or 256 features, not {request.head_dim}"
     return ""
+
+
+def uses_tensor_cores(request: AttentionRequest) -> bool:
+    """Return True if captured decode steps use FlashInfer's tensor core kernels."""
+    return request.num_heads >= TENSOR_CORE_GROUP * request.num_kv_heads
+
+
+def workspace_bytes(request: AttentionRequest) -> int:
+    """Return the size of the workspace that all wrappers share.
+
+    If FlashInfer splits contexts, the workspace holds `head_dim + 1` float32 values for each row of
+    each tile and each query head. Decode kernels without tensor cores need only a few MiB.
+    """
+    # FlashInfer splits the contexts of an uncaptured step only into at most this number of tiles.
+    rows = 2 * request.multiprocessors // request.num_kv_heads * MAX_TILE_ROWS
+    if uses_tensor_cores(request):
+        # For a graph, FlashInfer always reserves space for all tiles that the graph may have.
+        group = request.num_heads // request.num_kv_heads
+        tile_rows = 16 if group <= 16 else 64 if group <= 64 else MAX_TILE_ROWS
+        num_tiles = -(-request.captured_rows * group // tile_rows) + request.captured_rows - 1
+        rows = max(rows, num_tiles * tile_rows)
+    needed = rows * request.num_heads * (request.head_dim + 1) * torch.float32.itemsize
+    return max(MIN_WORKSPACE_BYTES, needed + WORKSPACE_MARGIN_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +114,7 @@ class FlashInferBackend:
         self._module = module
         self._request = request
         self._device = device
-        self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._workspace = torch.zeros(workspace_bytes(request), dtype=torch.uint8, device=device)
         self._prefill: dict[int, Any] = {}  # window -> prefill wrapper
         # (window, rows of the graph) -> decode wrapper
         self._decode: dict[tuple[int, int], Any] = {}
@@ -175,7 +205,7 @@ class FlashInferBackend:
                 self._workspace,
                 "HND",
                 use_cuda_graph=True,
-                use_tensor_cores=request.num_heads >= TENSOR_CORE_GROUP * request.num_kv_heads,
+                use_tensor_cores=uses_tensor_cores(request),
                 paged_kv_indptr_buffer=starts,
                 paged_kv_indices_buffer=pages,
                 paged_kv_last_page_len_buffer=last,

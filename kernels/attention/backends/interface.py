@@ -24,12 +24,14 @@ class AttentionRequest:
 
     device: str  # "cuda" or "cpu"
     capability: tuple[int, int]  # compute capability of an NVIDIA GPU; (0, 0) for other devices
+    multiprocessors: int  # number of multiprocessors of a GPU; 0 for other devices
     dtype: str  # dtype of queries, for example "bfloat16"
     cached: str  # dtype of the KV cache, for example "bfloat16"
     num_heads: int  # query heads of this rank
     num_kv_heads: int
     head_dim: int
     block_size: int
+    captured_rows: int  # largest number of rows of a CUDA graph
     windows: tuple[int, ...]  # sliding windows of the layers; 0 for a layer without a window
     scale: float | None  # factor of the scores; None means 1 / sqrt(head_dim)
     cap: float = 0.0  # soft cap of the scores; 0 if there is none

@@ -28,19 +28,21 @@ from penstock.kernels.attention.backends.native import NativeBackend
 from penstock.kernels.attention.op import paged_attention, paged_attention_reference
 from penstock.kernels.attention.score_mod import ScoreMod
 from penstock.kernels.attention.triton_launch import Batch
-from tests.support.attention_modules import fake_modules
+from tests.support.attention_modules import MULTIPROCESSORS, fake_modules
 
 CPU = torch.device("cpu")
 
 REQUEST = AttentionRequest(
     device="cuda",
     capability=(9, 0),
+    multiprocessors=MULTIPROCESSORS,
     dtype="bfloat16",
     cached="bfloat16",
     num_heads=8,
     num_kv_heads=2,
     head_dim=64,
     block_size=16,
+    captured_rows=8,
     windows=(0, 0),
     scale=None,
 )
@@ -160,6 +162,50 @@ def test_steps_agree_with_the_reference(
                 scores,
             )
             torch.testing.assert_close(found.float(), expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "mib"),
+    [
+        (32, 8, 128, 128),
+        (64, 8, 128, 197),
+        (64, 4, 128, 303),
+        (96, 4, 64, 539),
+        (16, 8, 256, 128),
+        (64, 64, 128, 128),
+    ],
+)
+@pytest.mark.parametrize("captured_rows", [1, 256])
+def test_workspace_of_flashinfer_suffices_for_the_largest_steps(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    mib: int,
+    captured_rows: int,
+    modules: dict[str, ModuleType],
+) -> None:
+    request = replace(
+        REQUEST,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        captured_rows=captured_rows,
+    )
+    found = flashinfer.workspace_bytes(request)
+    assert found >= 128 << 20
+    if captured_rows == 256:
+        assert -(-found >> 20) == mib
+    backend = make_backend("flashinfer", request)
+    steps = [([1] * captured_rows, True), ([200], False), ([1] * 3, False), ([20] * 7, False)]
+    for counts, is_captured in steps:
+        num_sequences = len(counts)
+        host = HostBatch(
+            np.cumsum([0, *counts]).astype(np.int32),
+            np.full(num_sequences, 4096, np.int32),
+            np.zeros((num_sequences, 256), np.int32),
+            is_captured,
+        )
+        backend.prepare(host)
 
 
 def choose(name: str, request: AttentionRequest, caplog: pytest.LogCaptureFixture) -> str:

@@ -47,7 +47,7 @@ def test_captured_and_uncaptured_steps_equal_those_of_ours(
     name: str, decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan_on_host(monkeypatch)
-    request = attention_request(decoder, decoder.dtype, BLOCK_SIZE, False)
+    request = attention_request(decoder, decoder.dtype, BLOCK_SIZE, 8, False)
     assert len(set(request.windows)) == 2
     backend = choice.EXTERNAL[name].create(request, CPU)
     plain, captured = (Planner(PROMPTS, NUM_STEPS + 1) for _ in range(2))
@@ -104,7 +104,8 @@ def test_worker_on_a_cpu_uses_ours_and_logs_why(
 )
 def test_request_describes_the_model(tmp_path: Path, name: str, reason: str) -> None:
     decoder = load_model(make_model(tmp_path, name), "auto", CPU)[1]
-    request = on_hopper(attention_request(decoder, torch.bfloat16, 16, False))
+    request = on_hopper(attention_request(decoder, torch.bfloat16, 16, 300, False))
     assert reason in choice.EXTERNAL["flashinfer"].supports(request)
+    assert request.captured_rows == 256
     assert not request.deterministic
     assert "deterministic" in choice.EXTERNAL["fa3"].supports(replace(request, deterministic=True))

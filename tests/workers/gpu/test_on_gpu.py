@@ -141,12 +141,14 @@ def test_installed_attention_backend_agrees_with_the_reference(name: str) -> Non
     llama = AttentionRequest(
         device="cuda",
         capability=torch.cuda.get_device_capability(),
+        multiprocessors=torch.cuda.get_device_properties(device).multi_processor_count,
         dtype="bfloat16",
         cached="bfloat16",
         num_heads=32,
         num_kv_heads=8,
         head_dim=128,
         block_size=64,
+        captured_rows=256,
         windows=(0,),
         scale=None,
     )
