@@ -48,3 +48,16 @@ def test_discarded_buffer_is_replaced_by_other_memory(num_discarded: int) -> Non
         ring.discard("a")
     assert ring.take("b") is not None
     assert len(set(addresses(list(kept)))) == num_discarded
+
+
+def test_failed_allocation_loses_no_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    ring: BufferRing[str] = BufferRing(8, CPU, num_buffers=1, max_per_user=1)
+
+    def fail(*args: object, **options: object) -> torch.Tensor:
+        raise RuntimeError("can't allocate memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", fail)
+        with pytest.raises(RuntimeError, match="allocate"):
+            ring.take("a")
+    assert ring.take("a") is not None
