@@ -7,6 +7,7 @@ The two ranks find each other through a rendezvous store that is mirrored over t
 control channel. The store therefore needs no port, and no other process can join.
 """
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -24,6 +25,8 @@ from penstock.workers.parallel.communicator import (
     connect,
     first_sentence,
 )
+
+log = logging.getLogger(__name__)
 
 SOURCE, DESTINATION = 0, 1
 """Rank numbers within a pair's communicator."""
@@ -229,7 +232,7 @@ class RankPair:
             self._on_progress()
         group, self._group = self._group, None
         if group is not None and self._polls:
-            group.abort()  # `abort` is needed if `close` ran before the communicator was connected
+            _try_to_abort(group)  # needed if `close` ran before the communicator was connected
         del group
         self._kept.clear()
         self._released.set_result(None)
@@ -276,7 +279,15 @@ class RankPair:
     def _abort(self) -> None:
         group = self._group
         if group is not None:
-            group.abort()
+            _try_to_abort(group)
         self._aborted.set()
         self._on_progress()
         self._waiting.put(None)
+
+
+def _try_to_abort(group: Communicator) -> None:
+    """Abort a communicator. Log an error instead of raising it, so that the pair is released."""
+    try:
+        group.abort()
+    except Exception:
+        log.exception("could not abort the connection of a pair of ranks")

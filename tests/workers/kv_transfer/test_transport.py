@@ -7,6 +7,7 @@ from datetime import timedelta
 import pytest
 import torch
 
+from penstock.workers.kv_transfer import transport
 from penstock.workers.kv_transfer.transport import (
     DESTINATION,
     SOURCE,
@@ -176,3 +177,36 @@ def test_polled_operation_fails_with_its_backend_at_its_timeout_and_when_the_pai
     ):
         assert operation.ready()
         assert broken(operation.check) == reason
+
+
+class FailingCommunicator:
+    """Communicator that sends only the first message, and whose `abort` fails."""
+
+    has_sent = False
+    num_aborts = 0
+
+    def send(self, *arguments: object) -> PolledWork:
+        work = PolledWork()
+        work.is_done = not self.has_sent
+        self.has_sent = True
+        return work
+
+    def abort(self) -> None:
+        self.num_aborts += 1
+        raise RuntimeError("NCCL error: unhandled cuda error")
+
+
+def test_pair_is_released_if_its_communicator_cannot_be_aborted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    group = FailingCommunicator()
+    monkeypatch.setattr(transport, "connect", lambda *arguments: group)
+    monkeypatch.setattr(transport, "backend_for", lambda device: "nccl")
+    pair = RankPair(SOURCE, MirrorStore(lambda key, value: None, 60), CPU, "127.0.0.1", 60)
+    pair.connected().result(60)
+    operation = pair.send(torch.zeros(1))
+    pair.close().result(60)
+    assert operation.ready()
+    assert broken(operation.check) == CLOSED
+    assert group.num_aborts == 2
+    assert caplog.messages == ["could not abort the connection of a pair of ranks"] * 2
