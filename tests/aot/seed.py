@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.common.grammar.matcher import num_words
 from penstock.common.sampling_params import SamplingParams
 from penstock.kernels.attention.backends.interface import HostBatch
 from penstock.kernels.kv_cache.block_copy import copy_blocks, gather_blocks, scatter_blocks
@@ -30,6 +31,7 @@ from penstock.kernels.kv_cache.format import format_of
 from penstock.kernels.sampling.logprobs import logprobs
 from penstock.kernels.sampling.op import sample
 from penstock.kernels.sampling.penalties import Penalties, add_logit_bias_, apply_penalties_
+from penstock.kernels.sampling.token_mask import apply_token_mask_
 from penstock.kernels.triton_common.launch import DeviceInfo, Launch, record_launches
 from penstock.loadtests.gpu.models import SHAPES
 from penstock.workers.config import LARGE_GPU_BYTES, WorkerConfig
@@ -183,6 +185,8 @@ def _sample_tokens(num_rows: int, vocab_size: int) -> None:
     tokens = meta(num_rows, 7 * num_rows, dtype=torch.int64)
     apply_penalties_(logits, tokens, ids, ids, each)
     add_logit_bias_(logits, ids, ids, meta(num_rows, dtype=torch.float32))
+    words = meta(num_rows, num_words(vocab_size), dtype=torch.int32)
+    apply_token_mask_(logits, ids, words)
     logprobs(logits, ids, num_rows)
 
 

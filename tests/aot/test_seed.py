@@ -85,6 +85,11 @@ class FakeDriver:
         self.get_current_stream = lambda device: 0
 
 
+def test_seed_has_the_kernel_of_token_masks() -> None:
+    names = {launch.kernel.fn.__name__ for launch in record("demo", SM_90)}
+    assert "_token_mask_kernel" in names
+
+
 @pytest.mark.slow
 def test_launches_of_the_bundled_model_are_found_by_triton_itself(
     tmp_path: Path, caches: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch

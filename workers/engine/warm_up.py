@@ -23,6 +23,7 @@ ALL_SAMPLING_OPTIONS = SamplingParams(
     frequency_penalty=0.1,
     repetition_penalty=1.1,
     logit_bias={0: 0.0},
+    allowed_token_ids=(0, 1),
     logprobs=1,
     max_tokens=2,
 )

@@ -20,6 +20,8 @@ from penstock.workers.engine.engine import Engine
 from penstock.workers.engine.step_times import STEP_TOKEN_BOUNDS
 from penstock.workers.engine.warm_up import warm_up_block_moves, warm_up_sequences
 from penstock.workers.rank.rank_runtime import choose_device
+from penstock.workers.sampling import sampler
+from penstock.workers.sampling.token_masks import StepMasks
 from penstock.workers.scheduling.sequence import (
     NeverFits,
     NewSequence,
@@ -351,6 +353,22 @@ def test_warm_up_sequences_of_a_gpu_run_to_their_end(checkpoint: Path) -> None:
         computed = engine.load().prompt_tokens_computed
         assert len(run_out(engine)[new.key]) == 2
         assert engine.load().prompt_tokens_computed == computed + new.num_prompt
+
+
+def test_warm_up_sequences_of_a_gpu_apply_a_token_mask(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(checkpoint)
+    masked: list[int] = []
+
+    def apply(logits: torch.Tensor, masks: StepMasks) -> None:
+        masked.extend(masks.at.tolist())
+
+    monkeypatch.setattr(sampler, "_apply_masks_", apply)
+    for new in warm_up_sequences(engine.limits, compiles=True):
+        engine.submit(new)
+        run_out(engine)
+    assert masked == [0, 0]
 
 
 def test_too_long_prompts_and_a_full_queue_are_refused(engine: Engine) -> None:
