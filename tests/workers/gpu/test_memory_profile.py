@@ -4,6 +4,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,9 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.kernels.kv_cache.format import FORMATS
+from penstock.workers.engine.model_runner import SCORED_ROWS
 from penstock.workers.gpu import memory_profile
 from penstock.workers.gpu.device_runner import DeviceRunner
 from penstock.workers.gpu.memory_profile import (
+    LOGIT_COPIES,
     StepLimits,
     graph_bytes,
     largest_step,
@@ -56,6 +59,44 @@ def test_graph_bytes_are_the_shared_pool_and_the_cost_of_each_graph() -> None:
     assert graph_bytes([1000, 1010, 1020], 35) == 0
 
 
+def simulate_memory(
+    monkeypatch: pytest.MonkeyPatch,
+    runner: type[DeviceRunner],
+    allocated: Callable[[torch.device], int],
+) -> None:
+    """Replace the runner and the functions of `torch.cuda` that measure memory."""
+    monkeypatch.setattr(memory_profile, "DeviceRunner", runner)
+    monkeypatch.setattr(memory_profile, "CudaCaptures", lambda device: None)
+    for name in ("memory_allocated", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, allocated)
+    for name in ("reset_peak_memory_stats", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 1000))
+
+
+def test_profile_counts_the_tables_of_the_runner(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    make_checkpoint(tmp_path)
+    decoder = load_model(tmp_path, "auto", torch.device("cpu"))[1]
+    runners: list[DeviceRunner] = []
+
+    class Runner(DeviceRunner):
+        def __init__(self, *args: Any) -> None:
+            runners.append(self)
+
+        def capture(self, *args: Any) -> None:
+            pass
+
+        def run(self, *args: Any) -> torch.Tensor:
+            return torch.zeros(1)
+
+    simulate_memory(monkeypatch, Runner, lambda device: 5000 * len(runners))
+    limits = StepLimits(2, 8, 32, 4)
+    draw = LOGIT_COPIES * SCORED_ROWS * decoder.spec.vocab_size * 4
+    assert profile_step_bytes(decoder, FORMATS["int8"], limits, False) == draw + 5000
+
+
 def test_profile_leaves_neither_graphs_nor_cache_behind(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -77,13 +118,7 @@ def test_profile_leaves_neither_graphs_nor_cache_behind(
             return torch.zeros(1)
 
     alive: list[bool] = []
-    monkeypatch.setattr(memory_profile, "DeviceRunner", Runner)
-    monkeypatch.setattr(memory_profile, "CudaCaptures", lambda device: None)
-    for name in ("memory_allocated", "max_memory_allocated"):
-        monkeypatch.setattr(torch.cuda, name, lambda device: 0)
-    for name in ("reset_peak_memory_stats", "synchronize"):
-        monkeypatch.setattr(torch.cuda, name, lambda device: None)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 1000))
+    simulate_memory(monkeypatch, Runner, lambda device: 0)
 
     def empty_cache() -> None:
         alive.append(any(each() is not None for each in runners))
