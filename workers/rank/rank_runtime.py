@@ -206,7 +206,7 @@ def load_rank(
         )
     names = config.kv_cache_dtype, config.quantization
     form = choose_cache_format(*names, decoder.dtype, decoder.device)
-    attention = _choose_attention(config, decoder, form)
+    attention = _choose_attention(config, decoder, form, store)
     limits = _limits(config, spec, decoder, form, store, attention)
     loops.join()
     if loops.has_compiled:
@@ -217,14 +217,24 @@ def load_rank(
 
 
 def _choose_attention(
-    config: WorkerConfig, decoder: Model, form: KvCacheFormat
+    config: WorkerConfig, decoder: Model, form: KvCacheFormat, store: Store | None
 ) -> AttentionBackend | None:
-    """Choose and log the attention backend; return None if steps run on a CPU."""
+    """Choose and log the attention backend; return None if steps run on a CPU.
+
+    All ranks choose the same backend, because the backend affects which graphs are captured.
+    """
+
+    def on_all_ranks(usable: bool) -> bool:
+        if store is None or config.coord.mesh.num_ranks == 1:
+            return usable
+        return bool(all_reduce_min(store, "attention", config.coord, int(usable)))
+
     sizes = config.step_sizes(_gpu_memory(decoder.device))
     request = attention_request(
         decoder, form.dtype, sizes.block_size, sizes.max_sequences, config.deterministic
     )
-    backend = choose_attention_backend(config.attention_backend, request, decoder.device)
+    name, device = config.attention_backend, decoder.device
+    backend = choose_attention_backend(name, request, device, on_all_ranks)
     return backend if _runs_asynchronously(decoder) else None
 
 

@@ -51,7 +51,10 @@ EXTERNAL = {
 
 
 def choose_attention_backend(
-    name: str, request: AttentionRequest, device: torch.device
+    name: str,
+    request: AttentionRequest,
+    device: torch.device,
+    on_all_ranks: Callable[[bool], bool] = lambda usable: usable,
 ) -> AttentionBackend:
     """Return the backend `name`, or the native backend if `name` cannot be used.
 
@@ -59,28 +62,38 @@ def choose_attention_backend(
 
     Args:
         name: "auto" (the native backend), or a key of `EXTERNAL`.
+        on_all_ranks: Gets whether this rank can use the backend; returns whether all ranks of the
+            worker can. Not called for "auto".
     """
     ours = NativeBackend.of(request)
     if name == "auto":
         log.info("attention backend: %s", ours.name)
         return ours
-    external = EXTERNAL[name]
-    reason = external.supports(request)
-    if not reason and find_spec(external.module) is None:
-        reason = f"the module {external.module} is not installed"
-    if not reason:
-        try:
-            try_backend(external.create(request, device), request, device)
-            # The tested backend may keep buffers that fit only the test, so create a new one.
-            backend = external.create(request, device)
-        except Exception as error:
-            first_line = (str(error).splitlines() or [""])[0]
-            reason = f"its first call failed: {type(error).__name__}: {first_line}"
-        else:
-            log.info("attention backend: %s", backend.name)
-            return backend
+    backend, reason = _create_external(EXTERNAL[name], request, device)
+    all_can_use = on_all_ranks(backend is not None)
+    if backend is not None and all_can_use:
+        log.info("attention backend: %s", backend.name)
+        return backend
+    reason = reason or "another rank of this worker cannot use it"
     log.warning("attention backend %s is not used: %s; using %s", name, reason, ours.name)
     return ours
+
+
+def _create_external(
+    external: _External, request: AttentionRequest, device: torch.device
+) -> tuple[AttentionBackend | None, str]:
+    """Return a tested backend and "", or None and the reason why it cannot be used."""
+    if reason := external.supports(request):
+        return None, reason
+    if find_spec(external.module) is None:
+        return None, f"the module {external.module} is not installed"
+    try:
+        try_backend(external.create(request, device), request, device)
+        # The tested backend may keep buffers that fit only the test, so create a new one.
+        return external.create(request, device), ""
+    except Exception as error:
+        first_line = (str(error).splitlines() or [""])[0]
+        return None, f"its first call failed: {type(error).__name__}: {first_line}"
 
 
 def try_backend(backend: AttentionBackend, request: AttentionRequest, device: torch.device) -> None:

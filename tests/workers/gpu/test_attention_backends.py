@@ -1,15 +1,19 @@
 """Engines and runners with attention backends of other libraries, replaced by stand-ins."""
 
+from __future__ import annotations
+
 import logging
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from penstock.kernels.attention.backends import choice
 from penstock.kernels.attention.backends.interface import AttentionRequest
+from penstock.kernels.kv_cache.format import FORMATS
 from penstock.workers.engine.engine import Engine
 from penstock.workers.engine.model_runner import ModelRunner
 from penstock.workers.gpu.attention_request import attention_request
@@ -21,8 +25,11 @@ from penstock.workers.weights.loading import load_model
 from tests.support.attention_modules import fake_modules
 from tests.support.checkpoints import make_checkpoint
 from tests.support.planner import BLOCK_SIZE, Planner, make_cache
-from tests.support.ranks import agree, answer, make_model, rank_config
+from tests.support.ranks import agree, answer, in_threads, make_model, rank_config
 from tests.support.simulated_device import Replays, plan_on_host, simulate_device
+
+if TYPE_CHECKING:
+    from penstock.workers.parallel.rendezvous import LocalStore
 
 CPU = torch.device("cpu")
 PROMPTS = [[9, 8, 7], list(range(40)), [5]]
@@ -88,6 +95,38 @@ def test_option_of_a_worker_chooses_the_backend(
     engine.warm_up()
     agree(answer(engine), expected)
     assert captures[0].replayed > 5
+
+
+def test_ranks_use_a_backend_only_if_all_of_them_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make_model(tmp_path, "llama")
+    decoders = [load_model(model, "auto", CPU)[1] for _ in range(2)]
+    monkeypatch.setattr(rank_runtime, "_runs_asynchronously", lambda decoder: True)
+
+    def chosen(*are_supported: bool) -> list[str]:
+        def request(decoder: Decoder, *sizes: Any) -> AttentionRequest:
+            found = on_hopper(attention_request(decoder, *sizes))
+            return replace(found, has_sinks=not are_supported[decoder is decoders[1]])
+
+        def choose(rank: int, store: LocalStore) -> str:
+            config = rank_config(model, (2, 1, 2), rank=rank, attention_backend="fa3")
+            form = FORMATS["bfloat16"]
+            found = rank_runtime._choose_attention(config, decoders[rank], form, store)
+            assert found is not None
+            return found.name
+
+        monkeypatch.setattr(rank_runtime, "attention_request", request)
+        return in_threads(2, choose)
+
+    assert chosen(True, True) == ["fa3", "fa3"]
+    assert chosen(True, False) == ["triton", "triton"]
+    warnings = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    prefix = "attention backend fa3 is not used: "
+    assert sorted(warnings) == [
+        prefix + "another rank of this worker cannot use it; using triton",
+        prefix + "it does not support attention sinks; using triton",
+    ]
 
 
 def test_worker_on_a_cpu_uses_ours_and_logs_why(
