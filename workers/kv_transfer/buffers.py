@@ -82,5 +82,6 @@ class BufferRing(Generic[User]):
             del self._used[user]
 
     def _allocate(self) -> Tensor:
-        self._num_new -= 1
-        return torch.empty(self.buffer_bytes, dtype=torch.uint8, device=self._device)
+        buffer = torch.empty(self.buffer_bytes, dtype=torch.uint8, device=self._device)
+        self._num_new -= 1  # after the allocation, which may fail and be tried again later
+        return buffer
