@@ -1,13 +1,14 @@
 """The thread that moves KV: runs the tasks of many transfers in turn; no task may block.
 
 A task is a generator. It yields a condition, and is resumed when the condition is true. On a CPU,
-the thread that makes a condition true calls `wake`. CUDA events are polled.
+the thread that makes a condition true calls `wake`. On a GPU, CUDA events and operations of NCCL
+are polled while a task waits for them.
 """
 
 import logging
 import threading
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -19,8 +20,15 @@ log = logging.getLogger(__name__)
 
 Task: TypeAlias = Generator[Waitable, None, None]
 
-POLL_SECONDS = 50e-6  # interval at which CUDA events are polled
+POLL_SECONDS = 50e-6  # interval at which CUDA events and operations of NCCL are polled
 LINGER_SECONDS = 1.0  # how long the thread waits for tasks before it ends
+
+
+@dataclass(frozen=True, slots=True)
+class TaskCondition:
+    """A condition that becomes true in a task, or before a call of `wake`; it is not polled."""
+
+    ready: Callable[[], bool]
 
 
 @dataclass(slots=True)
@@ -28,6 +36,10 @@ class _Running:
     task: Task
     awaited: Waitable = REACHED
     ended: bool = False
+
+    @property
+    def is_polled(self) -> bool:
+        return not isinstance(self.awaited, TaskCondition)
 
 
 class MoverThread:
@@ -69,20 +81,20 @@ class MoverThread:
             torch.cuda.set_device(self._device)
         running: list[_Running] = []
         with torch.inference_mode():
-            while self._wait(bool(running)):
+            while self._wait(running):
                 while self._new:
                     running.append(_Running(self._new.popleft()))
                 # Repeat: a task may free a buffer for which an earlier task waits.
                 while any([_advance(each) for each in running]):
                     running = [each for each in running if not each.ended]
 
-    def _wait(self, is_running: bool) -> bool:
+    def _wait(self, running: Sequence[_Running]) -> bool:
         """Wait until a task may be ready; return False if the thread ends."""
         with self._changed:
             if not self._woken:
-                polls = is_running and self._polls
+                polls = self._polls and any(each.is_polled for each in running)
                 self._changed.wait(POLL_SECONDS if polls else self._linger_seconds)
-            if not (self._woken or is_running):
+            if not (self._woken or running):
                 self._thread = None
                 return False
             self._woken = False

@@ -17,7 +17,7 @@ import torch
 from penstock.workers.kv_transfer.buffers import BufferRing
 from penstock.workers.kv_transfer.codec import blocks_in, shard_of
 from penstock.workers.kv_transfer.lanes import Waitable, make_lane
-from penstock.workers.kv_transfer.mover_thread import MoverThread, Task
+from penstock.workers.kv_transfer.mover_thread import MoverThread, Task, TaskCondition
 from penstock.workers.kv_transfer.shards import LayerHeadRange
 from penstock.workers.kv_transfer.staging import KvStaging
 from penstock.workers.kv_transfer.transport import (
@@ -84,13 +84,6 @@ class _Endpoint:
 
     pair: RankPair
     num_tasks: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Condition:
-    """A condition that a task waits for."""
-
-    ready: Callable[[], bool]
 
 
 class RankMover:
@@ -170,7 +163,7 @@ class RankMover:
             self._thread.run(self._report_closed(number, end, end.pair.close()))
 
     def _report_closed(self, number: int, end: _Endpoint, released: Future[None]) -> Task:
-        yield _Condition(lambda: released.done() and not end.num_tasks)
+        yield TaskCondition(lambda: released.done() and not end.num_tasks)
         self._on_report(wire.Report(end=number, closed=wire.Close()))
 
     def _drain(self, epoch: int) -> None:
@@ -276,7 +269,7 @@ def _take(ring: BufferRing[_Endpoint], end: _Endpoint) -> Generator[Waitable, No
             taken.append(buffer)
         return bool(taken)
 
-    yield _Condition(take)
+    yield TaskCondition(take)
     if not taken:
         raise PairBroken("the connection of this pair of ranks is closed")
     return taken[0]

@@ -3,10 +3,11 @@
 import threading
 from collections.abc import Callable
 
+import pytest
 import torch
 
 from penstock.workers.kv_transfer.lanes import REACHED
-from penstock.workers.kv_transfer.mover_thread import MoverThread, Task
+from penstock.workers.kv_transfer.mover_thread import POLL_SECONDS, MoverThread, Task, TaskCondition
 
 
 class Step:
@@ -94,6 +95,41 @@ def test_error_of_an_awaited_condition_is_raised_in_its_task() -> None:
     thread.run(wait())
     assert done.wait(60)
     assert errors == ["the device failed"]
+
+
+def test_gpu_polls_device_events_but_not_conditions_of_tasks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    timeouts: list[float | None] = []
+    waited = threading.Event()
+
+    class RecordedCondition(threading.Condition):
+        def wait(self, timeout: float | None = None) -> bool:
+            timeouts.append(timeout)
+            waited.set()
+            return super().wait(timeout)
+
+    def wait_for(condition: Callable[[], bool]) -> Task:
+        yield TaskCondition(condition)
+        closed.set()
+
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    thread = MoverThread(torch.device("cuda"), linger_seconds=60.0)
+    thread._changed = RecordedCondition()
+    is_closed, closed = threading.Event(), threading.Event()
+    thread.run(wait_for(is_closed.is_set))
+    assert waited.wait(60)
+    assert timeouts == [60.0]
+    step, done = Step(), threading.Event()
+    thread.run(noting([], "polls", step, done=done))
+    eventually(lambda: POLL_SECONDS in timeouts)
+    step.is_ready = True
+    assert done.wait(60)
+    assert not closed.is_set()
+    eventually(lambda: timeouts[-1] == 60.0)
+    is_closed.set()
+    thread.wake()
+    assert closed.wait(60)
 
 
 def test_idle_thread_ends_and_starts_again() -> None:
