@@ -128,8 +128,10 @@ class WorkerLink:
         return None
 
     def close(self, reason: str) -> None:
-        """Close the stream. The link opens a new one after a backoff."""
-        if self._stream is not None and not self._close_reason:
+        """Close the stream, if it has not ended. The link opens a new one after a backoff."""
+        if self._stream is None or self._stream.done():
+            return
+        if not self._close_reason:
             self._close_reason = reason
             self._stream.cancel()
 

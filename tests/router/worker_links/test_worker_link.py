@@ -157,6 +157,24 @@ async def test_closed_stream_is_reported_as_a_loss_and_reopened(
     await link.stop()
 
 
+async def test_close_during_a_backoff_does_not_affect_the_next_stream(
+    worker: StubWorker, received: Received
+) -> None:
+    link = link_to(worker, received)
+    await until(lambda: received.kinds() == ["WorkerUp"])
+    port = int(worker.address.rsplit(":", 1)[1])
+    await worker.stop()
+    await until(lambda: received.kinds() == ["WorkerUp", "WorkerLost"])
+    link.close("its process has exited")
+    await worker.start(port)
+    await until(lambda: received.kinds() == ["WorkerUp", "WorkerLost", "WorkerUp"])
+    link.send(ev.Drop("w0", 9, 9))
+    await until(lambda: worker.drops)
+    link.close("it was silent")
+    await until(lambda: received.kinds()[2:] == ["WorkerUp", "WorkerLost", "WorkerUp"])
+    await link.stop()
+
+
 async def test_command_for_an_old_stream_is_not_sent_on_a_new_one(
     worker: StubWorker, received: Received
 ) -> None:
