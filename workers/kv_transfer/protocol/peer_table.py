@@ -87,6 +87,8 @@ class PeerTable(Generic[C]):
         self._connections: dict[str, C] = {}
         # peers listed by each router stream, newest stream last
         self._lists: dict[object, Sequence[Peer]] = {}
+        # names of the peers that ended streams had listed; the next new stream may list them again
+        self._listed_before: set[str] = set()
         # names of peers that are no longer listed; their connections close once they are idle
         self._delisted: set[str] = set()
         self._retries: dict[Peer, _Retry] = {}
@@ -135,16 +137,24 @@ class PeerTable(Generic[C]):
     # ------------------------------------------------------------ early connections
 
     def set_peers(self, stream: object, peers: Sequence[Peer]) -> None:
-        """Replace the list of peers of a router's stream, most important peers first."""
-        before = self._lists.pop(stream, ())
+        """Replace the list of peers of a router's stream, most important peers first.
+
+        The first list of a new stream also replaces the lists of the streams that have ended.
+        """
+        if stream in self._lists:
+            self._delisted |= {peer.worker for peer in self._lists.pop(stream)}
+        else:
+            self._delisted |= self._listed_before
+            self._listed_before.clear()
         self._lists[stream] = list(peers[:MAX_EARLY_PEERS])
-        listed = {peer.worker for each in self._lists.values() for peer in each}
-        self._delisted |= {peer.worker for peer in before}
-        self._delisted -= listed
+        self._delisted -= {peer.worker for each in self._lists.values() for peer in each}
 
     def forget(self, stream: object) -> None:
-        """Drop the list of a stream that has ended. Its connections stay open."""
-        self._lists.pop(stream, None)
+        """Drop the list of a stream that has ended.
+
+        The connections to its peers stay open until a new stream sends a list without these peers.
+        """
+        self._listed_before |= {peer.worker for peer in self._lists.pop(stream, ())}
 
     def wanted(self) -> list[Peer]:
         """Return the peers to connect to early; only the newest incarnation of each worker."""

@@ -196,6 +196,21 @@ def test_end_of_a_routers_stream_closes_no_connection() -> None:
     assert worker.names() == ["w0", "w1"]
 
 
+def test_next_stream_of_a_router_replaces_the_list_of_its_ended_stream() -> None:
+    worker = Worker()
+    worker.table.set_peers(1, peers(3))
+    worker.table.set_peers(2, peers(1))
+    worker.check()
+    worker.transfer(peer("unlisted"))
+    worker.table.forget(1)
+    worker.table.set_peers(2, peers(1))
+    worker.check()
+    assert worker.names() == ["w0", "w1", "w2", "unlisted"], "the router may list them again"
+    worker.table.set_peers(3, [peer("w1")])
+    worker.check()
+    assert worker.names() == ["w0", "w1", "unlisted"], "stream 2 still lists w0"
+
+
 def test_restarted_peer_replaces_its_connection() -> None:
     worker = Worker()
     worker.table.set_peers(1, [peer("w0")])
