@@ -208,21 +208,14 @@ class RequestState(Submissions):
 
     def received(self, worker: str, attempt: int, epoch: int, out: list[Command]) -> bool:
         """Handle Received. Return False if the message belongs to an old transfer."""
-        if (
-            self.pending is None
-            or not self._is_pending(worker, attempt)
-            or self.pending.epoch != epoch
-        ):
+        hold = self.pending
+        if hold is None or not hold.matches(worker, attempt) or hold.epoch != epoch:
             return False
         self._promote_pending(out)
         return True
 
     def failed(self, worker: str, attempt: int, epoch: int, out: list[Command]) -> bool:
-        """Handle Failed. Return True if the pending worker reported the failure.
-
-        If the source reports the failure of an earlier transfer, for example to a worker that was
-        lost, its lease remains the source.
-        """
+        """Handle Failed. Return True if the pending worker reported the failure."""
         if self._is_pending(worker, attempt):
             if self.running is None:
                 self._promote_pending(out)
@@ -231,7 +224,8 @@ class RequestState(Submissions):
             return True
         is_source = self.lease and (self.lease.worker, self.lease.attempt) == (worker, attempt)
         if is_source and self.pending is not None and self.pending.epoch == epoch:
-            # The destination will detect the failure and recompute the tokens.
+            # The destination will detect the failure and recompute the tokens. The failure of an
+            # earlier transfer, for example to a worker that was lost, does not affect the lease.
             self._drop_lease(out)
         return False
 

@@ -75,10 +75,9 @@ class BatcherWorld:
 
     def fits(self, prompt: list[int], params: SamplingParams) -> bool:
         """Return True if the request fits a worker's limits."""
-        longest = self.limits.max_model_len
-        request = BatcherRequest.new(0, self.workers[0], prompt, params, 1, longest)
+        new = BatcherRequest.new(0, self.workers[0], prompt, params, 1, self.limits.max_model_len)
         try:
-            check_fits(request.to_sequence(0, 0), self.limits)
+            check_fits(new.to_sequence(0, 0), self.limits)
         except NeverFits:
             return False
         return True
@@ -96,19 +95,6 @@ class BatcherWorld:
         target = self.workers[1 - self.workers.index(source)]
         self._submit_attempt(request, target, yield_after, kv_len)
         return target
-
-    def move_and_drop(self, request: BatcherRequest) -> None:
-        """Move a yielded request to a decoding worker, and drop it when a step is planned ahead."""
-        assert request.lease is not None
-        target = self.workers[1 - self.workers.index(request.lease[0])]
-        # Another request, so that the target decodes and can admit `request` in the planned step.
-        self.submit(target, [30, 31], SamplingParams(max_tokens=12, min_tokens=12))
-        self.step(target, 4)
-        target.withdraw()
-        self.plan(target)
-        self.move(request, yield_after=0)
-        self.plan(target)
-        self.drop(request)
 
     def request_yield(self, request: BatcherRequest) -> None:
         request.worker.batcher.request_yield(request.key)
@@ -178,8 +164,7 @@ class BatcherWorld:
         """Run steps with overlap: each step is planned before the previous step is committed."""
         for _ in range(num_steps):
             self.plan(worker)
-            self.plan(worker)
-            self.commit(worker)
+            self.step(worker, 1)
 
     def fail(self, worker: BatcherWorker, key: Key) -> None:
         """Fail a sequence of the step in flight, as if its logits were not finite."""
@@ -195,10 +180,9 @@ class BatcherWorld:
             if request.lease is None:
                 raise LeaseGone(request.key)
             transfer = BlockTransfer.start(*request.lease, request.worker, request.key)
+            self.transfers.append(transfer)
         except LeaseGone:
             self.fail_transfer(request)
-        else:
-            self.transfers.append(transfer)
 
     def fail_transfer(self, request: BatcherRequest) -> None:
         request.state = "submitted"
@@ -288,3 +272,17 @@ class BatcherWorld:
     def _by_key(self, key: Key) -> BatcherRequest:
         assert isinstance(key, tuple)
         return self.requests[key[0]]
+
+
+def move_and_drop(world: BatcherWorld, request: BatcherRequest) -> None:
+    """Move a yielded request to a decoding worker, and drop it when a step is planned ahead."""
+    assert request.lease is not None
+    target = world.workers[1 - world.workers.index(request.lease[0])]
+    # Another request, so that the target decodes and can admit `request` in the planned step.
+    world.submit(target, [30, 31], SamplingParams(max_tokens=12, min_tokens=12))
+    world.step(target, 4)
+    target.withdraw()
+    world.plan(target)
+    world.move(request, yield_after=0)
+    world.plan(target)
+    world.drop(request)

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from penstock.common.sampling_params import SamplingParams
 from penstock.workers.scheduling.batcher import SchedulerConfig
-from tests.support.batcher_world import BatcherWorld
+from tests.support.batcher_world import BatcherWorld, move_and_drop
 
 _BASE = list(range(1, 30))  # prompts are prefixes of this list, so they share cached blocks
 _STOPS = [(), (3,), (5, 11, 19, 23, 29, 31)]
@@ -138,7 +138,7 @@ class BatcherMachine(RuleBasedStateMachine):
     @precondition(lambda self: bool(self.world.movable()))
     @rule(data=st.data())
     def move_and_drop(self, data: st.DataObject) -> None:
-        self.world.move_and_drop(data.draw(st.sampled_from(self.world.movable())))
+        move_and_drop(self.world, data.draw(st.sampled_from(self.world.movable())))
 
     @precondition(in_state("submitted", "receiving"))
     @rule(data=st.data())
@@ -296,7 +296,7 @@ class Schedule:
 
     def move_and_drop(self) -> None:
         if movable := self.world.movable():
-            self.world.move_and_drop(self.rng.choice(movable))
+            move_and_drop(self.world, self.rng.choice(movable))
 
     def start_transfer(self) -> None:
         if waiting := self.world.without_transfer():
