@@ -1,5 +1,6 @@
 """Settings of a worker: names, sizes and limits. This module does not import torch."""
 
+import math
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -107,8 +108,10 @@ class WorkerConfig:
         for name in (*sizes, "kv_cache_mib", "max_model_len", "threads", "max_threads"):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
-        if not self.tpot_slo_seconds >= 0:
-            raise ValueError(f"tpot_slo_seconds must be at least 0, not {self.tpot_slo_seconds}")
+        if not 0 <= self.tpot_slo_seconds < math.inf:
+            raise ValueError(
+                f"tpot_slo_seconds must be at least 0 and finite, not {self.tpot_slo_seconds}"
+            )
         num_ranks = Mesh(self.tp, self.pp, self.ep).num_ranks
         if not 0 <= self.rank < num_ranks:
             raise ValueError(

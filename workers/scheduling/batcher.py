@@ -188,7 +188,7 @@ class Batcher:
     def _plan_next(self, number: int, ahead: bool) -> StepPlan | None:
         plan, rows = None, self._batch.rows
         if self._fast_path.can_continue(rows) and not self._admission.admit(
-            self._budget.tokens() - len(rows)
+            self._budget.tokens(rows) - len(rows)
         ):
             plan = self._fast_path.next(number, ahead)
         if plan is None and not ahead:
@@ -196,7 +196,7 @@ class Batcher:
         return plan
 
     def _plan_from_tables(self, number: int) -> StepPlan | None:
-        budget = self._budget.tokens()
+        budget = self._budget.tokens(self._batch.rows)
         counts = self._preemption.reclaim_blocks(budget)
         num_events = len(self._groups.events)
         if self._admission.admit(budget - int(counts.sum())):
@@ -219,7 +219,7 @@ class Batcher:
 
     def _plan_stage(self, number: int) -> StepPlan | None:
         """Plan the next pipeline step, from sequences that are not in a step in flight."""
-        plans, budget = self._in_flight.plans, self._budget.tokens()
+        plans, budget = self._in_flight.plans, self._budget.tokens(self._batch.rows)
         if len(plans) >= self.limits.num_stages:
             return None
         if not plans:  # preempt only if no step in flight uses the blocks

@@ -1,5 +1,6 @@
 """Limits of the scheduler, and a check whether a sequence can run within these limits."""
 
+import math
 from dataclasses import dataclass, field
 
 from penstock.workers.scheduling.sequence import NeverFits, NewSequence
@@ -45,8 +46,10 @@ class SchedulerConfig:
             raise ValueError(
                 f"forced_per_other_row must be at least 0, not {self.forced_per_other_row}"
             )
-        if not self.tpot_slo_seconds >= 0:
-            raise ValueError(f"tpot_slo_seconds must be at least 0, not {self.tpot_slo_seconds}")
+        if not 0 <= self.tpot_slo_seconds < math.inf:
+            raise ValueError(
+                f"tpot_slo_seconds must be at least 0 and finite, not {self.tpot_slo_seconds}"
+            )
         if self.max_queued < 0 or self.watermark < 0 or not 0 <= self.lease_fraction <= 1:
             raise ValueError(
                 f"max_queued ({self.max_queued}) and watermark ({self.watermark}) must be at least "

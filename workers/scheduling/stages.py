@@ -29,6 +29,6 @@ def _split_budget_over_idle(state: SchedulerState) -> tuple[Ints, Ints]:
     running, table, limits = state.batch.rows, state.table, state.limits
     rows = running[~np.isin(running, state.in_flight.rows)]
     remaining = table.num_tokens[rows] - table.num_computed[rows]
-    counts = split_token_budget(remaining, table.decode_len[rows], state.budget.tokens())
+    counts = split_token_budget(remaining, table.decode_len[rows], state.budget.tokens(rows))
     scheduled = np.flatnonzero(counts)[: -(-len(running) // limits.num_stages)]
     return rows[scheduled], counts[scheduled]

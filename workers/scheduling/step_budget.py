@@ -9,14 +9,15 @@ import numpy as np
 
 from penstock.workers.scheduling.config import SchedulerConfig
 from penstock.workers.scheduling.running_batch import RunningBatch
-from penstock.workers.scheduling.sequence import StepPlan
+from penstock.workers.scheduling.sequence import Ints, StepPlan
 from penstock.workers.scheduling.table import SequenceTable
 
 SLO_FRACTION = 0.9
 """Part of the SLO that a step may take; the rest is a margin for steps that are slower."""
 
 MIN_PROMPT_TOKENS = 16
-"""Prompt tokens that a step may always compute, so that no prompt waits until all answers end."""
+"""Prompt tokens for which a step has room even if the SLO leaves none, so that no prompt waits
+until all answers end. Forced tokens of answers count as prompt tokens."""
 
 DECAY = 0.8
 """Weight of earlier step times after each further step."""
@@ -47,18 +48,25 @@ class StepBudget:
         self._num_prompt = 0.0
         self._prompt_seconds = 0.0
 
-    def tokens(self) -> int:
-        """Return the maximum number of tokens of the next step."""
+    def tokens(self, rows: Ints) -> int:
+        """Return the maximum number of tokens of the next step.
+
+        Args:
+            rows: [n] the running rows that the step may contain.
+        """
         if not self._max_seconds or not self._num_prompt:
             return self._max_tokens
-        table, rows = self._table, self._batch.rows
-        remaining = table.num_tokens[rows] - table.num_computed[rows]
-        num_answers = int(np.count_nonzero(remaining <= table.decode_len[rows]))
-        if not num_answers:
+        if not self._num_answers(self._batch.rows):
             return self._max_tokens
         seconds_per_token = self._prompt_seconds / self._num_prompt
         chunk = int((self._max_seconds - self._decode_seconds) / seconds_per_token)
-        return min(self._max_tokens, num_answers + max(chunk, MIN_PROMPT_TOKENS))
+        return min(self._max_tokens, self._num_answers(rows) + max(chunk, MIN_PROMPT_TOKENS))
+
+    def _num_answers(self, rows: Ints) -> int:
+        """Return how many of these rows generate an answer."""
+        table = self._table
+        remaining = table.num_tokens[rows] - table.num_computed[rows]
+        return int(np.count_nonzero(remaining <= table.decode_len[rows]))
 
     def record(self, plan: StepPlan, seconds: float) -> None:
         """Record that the step of a plan took `seconds`."""
@@ -67,6 +75,8 @@ class StepBudget:
         num_answers = int(np.count_nonzero(np.diff(plan.query_starts) == 1))
         num_prompt = len(plan.tokens) - num_answers
         if num_prompt:
+            if num_answers:  # without prompts, the step would not have been longer
+                self._decode_seconds = min(self._decode_seconds, seconds)
             more = seconds - self._decode_seconds if num_answers else seconds
             self._num_prompt = DECAY * self._num_prompt + num_prompt
             self._prompt_seconds *= DECAY

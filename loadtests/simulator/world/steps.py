@@ -236,7 +236,9 @@ class StepRunner:
             self.num_tokens += drawn.size
         self.busy_seconds = float(_sums(self.busy_seconds, seconds)[-1])
         self.last_seconds = float(seconds[-1])
-        self._batcher.state.budget.record(leap.plan, self.last_seconds)
+        if self._batcher.limits.tpot_slo_seconds:
+            for each in seconds.tolist():
+                self._batcher.state.budget.record(leap.plan, each)
         tokens = np.concatenate((output.tokens[None], drawn))
         self._listener.on_steps(output, tokens, ends, passed)
 
