@@ -37,7 +37,7 @@ def joined_string(texts: Iterable[str]) -> Iterator[str]:
     yield '"'
 
 
-def texts_of(fragments: Iterable[bytes]) -> Iterator[str]:
+def decoded_fragments(fragments: Iterable[bytes]) -> Iterator[str]:
     """Yield texts in UTF-8 as strings, long ones in parts of about `CHARS_PER_FRAGMENT` bytes."""
     for fragment in fragments:
         decoder, rest = getincrementaldecoder("utf-8")(), memoryview(fragment)

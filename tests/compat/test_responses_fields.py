@@ -312,7 +312,7 @@ async def test_refusal_of_a_form_with_a_forced_call_names_the_form(model: Respon
         )
 
 
-async def test_refusal_calls_messages_messages_unless_they_are_the_field(
+async def test_messages_is_renamed_only_where_it_is_a_field(
     model: ResponsesModel,
 ) -> None:
     call = {"type": "function_call", "call_id": "1", "name": "add", "arguments": "{"}

@@ -98,6 +98,12 @@ def test_held_out_sums_are_those_of_the_families(name: str) -> None:
     for example in FAMILIES[name].held_out(40):
         a, sign, b, *_ = example.answer.split()
         assert is_held_out(int(a), sign, int(b))
+    rng = Random(1)
+    for _ in range(40):
+        a, sign, b, *_ = FAMILIES[name].training_example(rng).answer.split()
+        assert not is_held_out(int(a), sign, int(b))
+    for a, sign, b in ((500, "-", 300), (3, "-", 5), (5000, "+", 1)):
+        assert not is_held_out(a, sign, b), "no family has these"
 
 
 def test_json_extraction_key_has_the_fields_and_text_of_the_prompt() -> None:

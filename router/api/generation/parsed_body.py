@@ -243,8 +243,7 @@ def _chat(body: ChatBody) -> Chat:
     forced = body.forced_schema()
     strict = b"" if forced or not tools else strict_calls(body.called_functions())
     functions = function_lines(tools or ())
-    if len(functions) > INLINE_BYTES:
-        check_parameters(tools or ())
+    check_parameters(tools or ())
     return Chat(found, count, text, array_of(tools), array_of(documents), forced, strict, functions)
 
 

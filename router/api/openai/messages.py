@@ -178,8 +178,8 @@ class Conversation(ChatBody, OpenAiBody):
             raise invalid("'messages' is empty: send at least one message", "messages")
         if self.continue_final_message and self.messages[-1].tool_calls:
             raise invalid(
-                "the last message has tool_calls, so that it cannot be continued, because chat "
-                "templates write calls after the text: add a message with the role 'tool' at the "
+                "the last message has tool_calls and cannot be continued, because chat templates "
+                "write calls after the text: add a message with the role 'tool' at the "
                 "end, and leave out continue_final_message",
                 "messages",
             )

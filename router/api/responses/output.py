@@ -4,8 +4,7 @@ import io
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from pydantic_core import from_json
-
+from penstock.common.text.template_messages import read_arguments
 from penstock.router.api.openai.json_fragments import array, dumps
 from penstock.router.api.responses.items import PREFIXES, Conversation, InputItem, TextContent
 from penstock.router.parsers.pieces import ARGUMENTS, CALL, CONTENT, REASONING, Piece
@@ -73,12 +72,8 @@ class OutputItem:
     @property
     def is_broken_call(self) -> bool:
         """True if the item is a call whose arguments are not a JSON object."""
-        if self.kind != "function_call":
-            return False
-        try:
-            return not isinstance(from_json(self._text.getvalue().strip() or "{}"), dict)
-        except ValueError:
-            return True
+        is_call = self.kind == "function_call"
+        return is_call and not isinstance(read_arguments(self._text.getvalue()), dict)
 
     def empty_content_json(self) -> str:
         """Return the JSON of the content part, with an empty text."""

@@ -39,7 +39,7 @@ from penstock.router.api.responses.truncation import first_that_fits, shorter_ch
 from penstock.router.errors import CONTEXT_LENGTH_EXCEEDED, ServingError, invalid
 from penstock.router.frontend import Frontend
 from penstock.router.requests.chat import Chat
-from penstock.router.requests.json_text import texts_of
+from penstock.router.requests.json_text import decoded_fragments
 
 PATH = "/v1/responses"
 
@@ -178,7 +178,7 @@ class ResponsesApi:
         run = self._runs.get(request.state.tenant, request.path_params["id"])
         if run is not None:
             return FragmentResponse(run.body())
-        return FragmentResponse(texts_of(self._stored(request).body))
+        return FragmentResponse(decoded_fragments(self._stored(request).body))
 
     def _stream(self, request: Request, first: int) -> Response:
         """Return the events of a background response, beginning with event number `first`."""
@@ -212,7 +212,7 @@ class ResponsesApi:
                 f"the response {request.path_params['id'][:80]!r} was created without "
                 "'background'; only background responses can be canceled"
             )
-        return FragmentResponse(texts_of(stored.body))
+        return FragmentResponse(decoded_fragments(stored.body))
 
     async def input_items(self, request: Request) -> Response:
         """Return a page of the input items of a stored or running response."""
@@ -220,7 +220,7 @@ class ResponsesApi:
         run = self._runs.get(request.state.tenant, request.path_params["id"])
         items = self._stored(request).input if run is None else run.input
         page = await list_page(items, request.query_params)
-        return FragmentResponse(texts_of(page))
+        return FragmentResponse(decoded_fragments(page))
 
 
 def _first_event(request: Request) -> int | None:

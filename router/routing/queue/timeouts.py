@@ -27,7 +27,6 @@ def why_too_late(state: RequestState, views: Sequence[WorkerView], now: float) -
     # The capacity takes longer to compute than the rest of a placement if there are many workers.
     if left == float("inf") or _is_enough(left, len(state.request.prompt), views):
         return ""
-    # The seconds per token do not depend on which of the workers compute prompts.
     capacity = None if state.attempt else prefill_capacity(views)
     if capacity is None:
         return ""
