@@ -1,5 +1,6 @@
 """Times at which a stream sends events that keep its connection alive."""
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,7 +41,7 @@ async def test_ping_follows_ten_seconds_after_the_last_event(
     clock = Clock(100.0, [97.0, 105.0, 105.0])
     pings: list[float] = []
     monkeypatch.setattr(response, "monotonic", lambda: clock.now)
-    monkeypatch.setattr(response.asyncio, "timeout", clock.timeout)
+    monkeypatch.setattr(asyncio, "timeout", clock.timeout)
 
     async def send(message: Any) -> None:
         if message["type"] == "http.response.body":
