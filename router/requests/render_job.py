@@ -4,9 +4,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from penstock.common.text.call_arguments import read_arguments
 from penstock.common.text.chat_renderer import ChatRenderer
 from penstock.common.text.chat_source import ChatTemplateError, TemplateOptions
-from penstock.common.text.template_messages import read_arguments
 from penstock.router.errors import CONTEXT_LENGTH_EXCEEDED, invalid
 from penstock.router.requests.chat_rendering import NO_TEMPLATE, TEMPLATE
 

@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from penstock.common.text.call_arguments import read_arguments
 from penstock.common.text.content_forms import ContentForms
 
 
@@ -88,17 +89,6 @@ def with_form(message: Mapping[str, Any], forms: ContentForms) -> Mapping[str, A
 def _with_arguments(call: Mapping[str, Any], change: Any) -> Mapping[str, Any]:
     function = call["function"]
     return {**call, "function": {**function, "arguments": change(function["arguments"])}}
-
-
-def read_arguments(arguments: str) -> object:
-    """Return the arguments of a call as a mapping; as text if they are not a JSON object."""
-    if not arguments.strip():
-        return {}
-    try:
-        found = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments
-    return found if isinstance(found, dict) else arguments
 
 
 def _as_arguments(arguments: object) -> object:

@@ -4,7 +4,7 @@ import io
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from penstock.common.text.template_messages import read_arguments
+from penstock.common.text.call_arguments import read_arguments
 from penstock.router.api.openai.json_fragments import array, dumps
 from penstock.router.api.responses.items import PREFIXES, Conversation, InputItem, TextContent
 from penstock.router.parsers.pieces import ARGUMENTS, CALL, CONTENT, REASONING, Piece
