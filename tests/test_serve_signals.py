@@ -67,7 +67,7 @@ def test_signal_is_recorded_even_if_its_exception_is_lost() -> None:
 def test_signal_during_the_import_of_ray_leaves_the_cursor_visible(
     number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = "penstock.cluster.placement.placement_plan"  # the first import of `serve`
+    first = "penstock.cluster.placement.placement_plan"  # `serve` imports this module first
 
     class Finder:
         @staticmethod

@@ -26,7 +26,7 @@ _TEXT = (
 )
 WORDS = tuple(_TEXT.split())
 
-# Fields of a chat answer's events that contain text. Servers name the reasoning differently.
+# Fields with text in the events of a chat. The field of the reasoning depends on the server.
 _TEXT_FIELDS = ("content", "reasoning_content", "reasoning")
 
 

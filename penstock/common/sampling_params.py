@@ -14,7 +14,7 @@ from penstock.common.invalid_parameter import InvalidParameterError as InvalidPa
 from penstock.common.number_text import number_text
 from penstock.common.structured_outputs import StructuredOutputs
 from penstock.common.thinking_budget import ThinkingBudget
-from penstock.common.token_ids import check_token_ids as check_token_ids
+from penstock.common.token_ids import check_token_ids
 
 UINT64_MAX = 2**64 - 1
 

@@ -11,10 +11,10 @@ from penstock.common.sampling_params import (
     ContextLengthError,
     InvalidParameterError,
     SamplingParams,
-    check_token_ids,
 )
 from penstock.common.sampling_params import check_bad_words as check_bad_word_strings
 from penstock.common.text.detokenizer import StopOptions
+from penstock.common.token_ids import check_token_ids
 from penstock.router.config import RequestBounds
 from penstock.router.errors import CONTEXT_LENGTH_EXCEEDED, invalid
 from penstock.router.requests.slices import Slices

@@ -16,10 +16,9 @@ from penstock.common.sampling_params import (
     InvalidParameterError,
     SamplingLimits,
     SamplingParams,
-    check_token_ids,
 )
 from penstock.common.structured_outputs import StructuredOutputs, choice
-from penstock.common.token_ids import MANY_TOKENS
+from penstock.common.token_ids import MANY_TOKENS, check_token_ids
 
 LIMITS = SamplingLimits()
 VOCAB_SIZE = 50

@@ -120,7 +120,7 @@ def test_names_that_look_like_numbers_stay_strings(mode: str, name: str, source:
 
 
 def named_values(name: str, mode: str, source: str) -> chart.Object:
-    """Return values in which `name` is the name of every referenced object."""
+    """Return values of the chart in which each Secret, claim and class is called `name`."""
     secret = {"name": name, "key": name}
     sources = {
         "hub": {"name": "a/b", "tokenSecret": secret},

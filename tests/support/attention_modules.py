@@ -126,7 +126,7 @@ class _Wrapper:
         self.planned = {"sizes": sizes, **options}
 
     def check_workspace(self, query_lens: Tensor, sizes: tuple[int, ...], captured: bool) -> None:
-        """Refuse a workspace that FlashInfer's `PrefillPlan` may find too small."""
+        """Raise an error if the workspace is too small for FlashInfer's `PrefillPlan`."""
         num_heads, num_kv_heads, head_dim, _ = sizes
         group, num_sequences = num_heads // num_kv_heads, len(query_lens)
         mean = int(query_lens.sum()) * group // num_sequences

@@ -26,7 +26,7 @@ LINGER_SECONDS = 1.0  # how long the thread waits for tasks before it ends
 
 @dataclass(frozen=True, slots=True)
 class TaskCondition:
-    """A condition that becomes true in a task, or before a call of `wake`; it is not polled."""
+    """A condition that is not polled: a task makes it true, or another thread that calls `wake`."""
 
     ready: Callable[[], bool]
 

@@ -13,17 +13,17 @@ from penstock.workers.scheduling.sequence import Ints, StepPlan
 from penstock.workers.scheduling.table import SequenceTable
 
 SLO_FRACTION = 0.9
-"""Part of the SLO that a step may take; the rest is a margin for steps that are slower."""
+"""Fraction of the SLO that a step may take. The rest is a margin for slower steps."""
 
 MIN_PROMPT_TOKENS = 16
 """Prompt tokens for which a step has room even if the SLO leaves none, so that no prompt waits
 until all answers end. Forced tokens of answers count as prompt tokens."""
 
 DECAY = 0.8
-"""Weight of earlier step times after each further step."""
+"""Factor by which the weight of earlier step times falls with each step."""
 
 MIN_PROMPT_FRACTION = 0.1
-"""Least part of a step with prompts and answers that is attributed to the prompts."""
+"""Smallest fraction of the time of a step with answers that counts as time of the prompts."""
 
 
 class StepBudget:

@@ -10,8 +10,8 @@ from penstock.common.sampling_params import (
     InvalidParameterError,
     SamplingLimits,
     SamplingParams,
-    check_token_ids,
 )
+from penstock.common.token_ids import check_token_ids
 from penstock.protos import worker_pb2 as wire
 from penstock.protos.worker_codec import decode_sampling_params, unpack_tokens
 from penstock.workers.engine.results import BeamResult, StepResult

@@ -4,7 +4,7 @@ import json
 
 
 def read_arguments(arguments: str) -> object:
-    """Return the arguments of a call as a mapping; as text if they are not a JSON object."""
+    """Return the arguments of a call as a mapping, or unchanged if they are not a JSON object."""
     if not arguments.strip():
         return {}
     try:

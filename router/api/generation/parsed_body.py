@@ -207,7 +207,7 @@ async def read_parsed(items: Sequence[bytes]) -> ParsedBody[Any]:
 
 
 async def _joined(fragments: Iterable[bytes], slices: Slices) -> Any:
-    """Return the value whose JSON `_fragments` has yielded."""
+    """Parse the JSON fragments of a text or list, which `_fragments` has made; return the whole."""
     first, *others = fragments
     value = from_json(first)
     await slices.pause()

@@ -53,6 +53,16 @@ def link_to(worker: StubWorker, received: Received, token: str | None = "secret"
     )
 
 
+async def link_to_stopped(worker: StubWorker, received: Received) -> tuple[WorkerLink, int]:
+    """Return a link that has lost its worker, and the port at which the worker may start again."""
+    link = link_to(worker, received)
+    await until(lambda: received.kinds() == ["WorkerUp"])
+    port = int(worker.address.rsplit(":", 1)[1])
+    await worker.stop()
+    await until(lambda: received.kinds() == ["WorkerUp", "WorkerLost"])
+    return link, port
+
+
 async def test_link_sends_hello_and_delivers_events(worker: StubWorker, received: Received) -> None:
     link = link_to(worker, received)
     await until(lambda: received.events)
@@ -136,11 +146,7 @@ async def test_heartbeats_are_more_frequent_to_a_busy_worker(
 async def test_link_reconnects_after_the_worker_restarts(
     worker: StubWorker, received: Received
 ) -> None:
-    link = link_to(worker, received)
-    await until(lambda: received.kinds() == ["WorkerUp"])
-    port = int(worker.address.rsplit(":", 1)[1])
-    await worker.stop()
-    await until(lambda: received.kinds() == ["WorkerUp", "WorkerLost"])
+    link, port = await link_to_stopped(worker, received)
     await worker.start(port)
     await until(lambda: received.kinds() == ["WorkerUp", "WorkerLost", "WorkerUp"])
     await link.stop()
@@ -160,11 +166,7 @@ async def test_closed_stream_is_reported_as_a_loss_and_reopened(
 async def test_close_during_a_backoff_does_not_affect_the_next_stream(
     worker: StubWorker, received: Received
 ) -> None:
-    link = link_to(worker, received)
-    await until(lambda: received.kinds() == ["WorkerUp"])
-    port = int(worker.address.rsplit(":", 1)[1])
-    await worker.stop()
-    await until(lambda: received.kinds() == ["WorkerUp", "WorkerLost"])
+    link, port = await link_to_stopped(worker, received)
     link.close("its process has exited")
     await worker.start(port)
     await until(lambda: received.kinds() == ["WorkerUp", "WorkerLost", "WorkerUp"])

@@ -107,7 +107,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _yarn_positions(config: Fields) -> int:
-    """Return the context length that YaRN gives the model; 0 without YaRN."""
+    """Return the context length with YaRN, or 0 if the model does not use YaRN."""
     # `theirs` has default values in place of those that `config.json` lacks.
     inner = config.values.get("text_config")
     return yarn_positions({**config.values, **(inner if isinstance(inner, dict) else {})})

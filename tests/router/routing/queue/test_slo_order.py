@@ -58,7 +58,7 @@ def selected(prompts: list[QueuedPrompt], now: float, workers: float) -> int:
 
 
 def selected_one_by_one(prompts: list[QueuedPrompt], now: float, workers: float) -> int:
-    """Return the result of `moore_hodgson`, computed without arrays."""
+    """Compute the result of `moore_hodgson` with lists instead of arrays."""
     latest = [each.due - each.seconds for each in prompts]
     able = [index for index, begin in enumerate(latest) if now <= begin]
     due = [begin + each.seconds / workers for begin, each in zip(latest, prompts, strict=True)]
