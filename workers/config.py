@@ -27,18 +27,26 @@ class StepSizes:
 
 
 LARGE_GPU_BYTES = 70 << 30
+CPU_BATCHED_TOKENS = 512
+"""Default token budget of a worker that has all CPU cores of its machine."""
+MIN_CPU_BATCHED_TOKENS = 128
 
 
-def default_sizes(memory_bytes: int | None) -> StepSizes:
+def default_sizes(memory_bytes: int | None, fraction_of_cores: float = 1.0) -> StepSizes:
     """Return the default sizes for a GPU with `memory_bytes` of memory, or for a CPU if None.
 
     The token budgets of a GPU are those of vLLM for an API server
     (`EngineArgs.get_batch_defaults`), except that vLLM uses 2048 on any A100. `max_sequences` is
     256 because a captured graph has at most 256 rows. `block_size` is 64 so that a tile of the
     attention kernel is one block.
+
+    On a CPU, the token budget is proportional to `fraction_of_cores`, so that a step takes the same
+    time on a worker that shares its cores. With the budget of a whole machine, prompts that are
+    divided among two workers would get their first tokens later.
     """
     if memory_bytes is None:
-        return StepSizes(block_size=16, max_sequences=64, max_batched_tokens=512)
+        tokens = max(MIN_CPU_BATCHED_TOKENS, int(CPU_BATCHED_TOKENS * fraction_of_cores))
+        return StepSizes(block_size=16, max_sequences=64, max_batched_tokens=tokens)
     tokens = 8192 if memory_bytes >= LARGE_GPU_BYTES else 2048
     return StepSizes(block_size=64, max_sequences=256, max_batched_tokens=tokens)
 
@@ -137,7 +145,7 @@ class WorkerConfig:
         Args:
             memory_bytes: Memory of the GPU; None: the worker runs on a CPU.
         """
-        default = default_sizes(memory_bytes)
+        default = default_sizes(memory_bytes, self.fraction_of_cores)
         sequences, tokens = self.max_sequences, self.max_batched_tokens
         # A step must have room for one token of every sequence.
         return StepSizes(
@@ -145,6 +153,14 @@ class WorkerConfig:
             max_sequences=sequences or min(default.max_sequences, tokens or sys.maxsize),
             max_batched_tokens=tokens or max(default.max_batched_tokens, sequences or 0),
         )
+
+    @property
+    def fraction_of_cores(self) -> float:
+        """The worker's part of the cores that it shares with other workers; 1 if it shares none."""
+        if not self.threads or not self.max_threads:
+            return 1.0
+        threads = self.threads * self.coord.mesh.num_ranks
+        return threads / max(self.max_threads, threads)
 
     @property
     def coord(self) -> MeshCoord:

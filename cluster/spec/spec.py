@@ -152,8 +152,8 @@ class PoolSpec:
     )
     max_batched_tokens: int | None = knob(
         None,
-        "most tokens that a worker computes in one step; by default 512 on CPUs, 8192 on GPUs with "
-        "70 GiB or more, 2048 on others",
+        "most tokens that a worker computes in one step; by default 512 on CPUs (256 on half of "
+        "the cores), 8192 on GPUs with 70 GiB or more, 2048 on others",
         1,
     )
     labels: tuple[str, ...] = knob(

@@ -61,6 +61,26 @@ def test_default_sizes_depend_on_the_device(memory_bytes: int | None, expected: 
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
+        ({"threads": 2, "max_threads": 2}, 512),
+        ({"threads": 1, "max_threads": 2}, 256),
+        ({"threads": 1, "max_threads": 3}, 170),
+        ({"threads": 1, "max_threads": 64}, 128),
+        ({"threads": 1, "max_threads": 2, "tp": 2}, 512),
+        ({"threads": 1, "max_threads": 2, "max_sequences": 300}, 300),
+        ({"threads": 1}, 512),
+    ],
+)
+def test_default_tokens_of_a_step_follow_the_fraction_of_the_cores(
+    given: dict[str, int], expected: int
+) -> None:
+    config = WorkerConfig("w", Path("m"), **given)  # type: ignore[arg-type]
+    assert config.step_sizes(None).max_batched_tokens == expected
+    assert config.step_sizes(LARGE_GPU_BYTES).max_batched_tokens == 8192
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
         ({"block_size": 32}, StepSizes(32, 64, 512)),
         ({"max_sequences": 9, "max_batched_tokens": 10}, StepSizes(16, 9, 10)),
         ({"max_batched_tokens": 10}, StepSizes(16, 10, 10)),

@@ -74,9 +74,7 @@ def _available_bytes(
         return _available_on_gpu(device, profile(), _GPU_FRACTION_OF_REST)
     fraction = _CPU_FRACTION
     if config.threads and config.max_threads:
-        threads = config.threads * config.coord.mesh.num_ranks
-        fraction_of_cores = threads / max(config.max_threads, threads)
-        fraction = min(fraction, _SHARED_CPU_FRACTION * fraction_of_cores)
+        fraction = min(fraction, _SHARED_CPU_FRACTION * config.fraction_of_cores)
     return int(available_bytes() * fraction)
 
 
