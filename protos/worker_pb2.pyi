@@ -82,7 +82,7 @@ class Submit(_message.Message):
     PROMPT_KNOWN_FIELD_NUMBER: _ClassVar[int]
     request: int
     attempt: int
-    prompt: _containers.RepeatedScalarFieldContainer[int]
+    prompt: bytes
     log: _containers.RepeatedCompositeFieldContainer[ChoiceLog]
     params: SamplingParams
     source: Source
@@ -90,7 +90,7 @@ class Submit(_message.Message):
     salt: bytes
     request_id: str
     prompt_known: int
-    def __init__(self, request: _Optional[int] = ..., attempt: _Optional[int] = ..., prompt: _Optional[_Iterable[int]] = ..., log: _Optional[_Iterable[_Union[ChoiceLog, _Mapping]]] = ..., params: _Optional[_Union[SamplingParams, _Mapping]] = ..., source: _Optional[_Union[Source, _Mapping]] = ..., yield_after: _Optional[int] = ..., salt: _Optional[bytes] = ..., request_id: _Optional[str] = ..., prompt_known: _Optional[int] = ...) -> None: ...
+    def __init__(self, request: _Optional[int] = ..., attempt: _Optional[int] = ..., prompt: _Optional[bytes] = ..., log: _Optional[_Iterable[_Union[ChoiceLog, _Mapping]]] = ..., params: _Optional[_Union[SamplingParams, _Mapping]] = ..., source: _Optional[_Union[Source, _Mapping]] = ..., yield_after: _Optional[int] = ..., salt: _Optional[bytes] = ..., request_id: _Optional[str] = ..., prompt_known: _Optional[int] = ...) -> None: ...
 
 class ChoiceLog(_message.Message):
     __slots__ = ("choice", "finished", "tokens")

@@ -19,6 +19,7 @@ import uvloop
 from penstock.loadtests.bench.flags import option, read_flags
 from penstock.loadtests.micro.stub_workers import Run, Session, StubWorker
 from penstock.protos import worker_pb2 as pb
+from penstock.protos.worker_codec import num_prompt_tokens
 
 
 class BoundedWorker(StubWorker):
@@ -43,7 +44,7 @@ class BoundedWorker(StubWorker):
             for run in session.waiting
         ]
         load.queued = len(waiting)
-        load.queued_tokens = sum(len(run.submit.prompt) for run in waiting)
+        load.queued_tokens = sum(num_prompt_tokens(run.submit) for run in waiting)
         load.step_micros = round(self.step_seconds * 1e6)
         load.steps = self.num_steps
         load.step_seconds = self.num_steps * self.step_seconds
@@ -102,7 +103,7 @@ class BoundedSession(Session):
         """Move sequences from the queue into the next step, within the slot and token limits."""
         options, tokens = self._bounded.options, 0
         while self.waiting and len(self.runs) < options.max_sequences:
-            prompt = len(self.waiting[0].submit.prompt)
+            prompt = num_prompt_tokens(self.waiting[0].submit)
             if tokens and tokens + prompt > options.max_batched_tokens:
                 break
             run = self.waiting.popleft()

@@ -3,7 +3,6 @@
 The hashes are the same as those of the workers.
 """
 
-from array import array
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
@@ -46,27 +45,29 @@ class PromptHasher:
         self._block_sizes = block_sizes
         self._run = run
 
-    async def hashes(self, request: GenerationRequest) -> Hashes:
+    async def hashes(self, request: GenerationRequest, packed: bytes) -> Hashes:
         """Return the short hashes of the prompt's full blocks, by block size.
 
         The result is empty if too much work waits for a thread. The request is then placed without
-        regard to cached blocks.
+        regard to cached blocks. `packed` is the prompt as bytes
+        (`protos.worker_codec.pack_tokens`).
         """
         sizes, num_tokens = self._block_sizes(), len(request.prompt)
         num_blocks = sum(num_tokens // size for size in sizes)
         if not num_blocks:
             return {}
         if num_blocks <= INLINE_BLOCKS:
-            return self._hash(request, sizes)
+            return self._hash(request, packed, sizes)
         try:
             return await self._run(
-                request.tenant, num_blocks * CHARS_PER_BLOCK, lambda: self._hash(request, sizes)
+                request.tenant,
+                num_blocks * CHARS_PER_BLOCK,
+                lambda: self._hash(request, packed, sizes),
             )
         except ServingError:
             return {}
 
-    def _hash(self, request: GenerationRequest, sizes: Collection[int]) -> Hashes:
+    def _hash(self, request: GenerationRequest, packed: bytes, sizes: Collection[int]) -> Hashes:
         root = root_hash(self._key, request.salt)
-        # `array` converts a list of ints faster than `np.array`.
-        tokens = np.frombuffer(array("i", request.prompt), np.int32)
+        tokens = np.frombuffer(packed, "<i4")
         return {size: short_prefix_hashes(root, tokens, size) for size in sizes}

@@ -57,6 +57,8 @@ class Request:
     log: Sequence[Sequence[int]] = ()  # tokens that the client already has, one list per choice
     ended: Sequence[bool] = ()  # for each choice, whether it ended in an earlier call
     external_id: str = ""
+    # The prompt as bytes (`protos.worker_codec.pack_tokens`), or empty if not packed yet.
+    packed_prompt: bytes = b""
     # For each block size, the short hashes of the prompt's full blocks (`common.block_hash`).
     prompt_hashes: Mapping[int, Sequence[int]] = field(default_factory=dict)
 

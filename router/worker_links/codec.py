@@ -172,12 +172,12 @@ def encode_submit(command: ev.Submit) -> pb.ToWorker:
     contain the priority either, because priorities only order requests in the router's queue.
     """
     request = command.request
-    # `ToWorker(submit=Submit(...))` would copy all tokens once more.
+    # `ToWorker(submit=Submit(...))` would copy the prompt once more.
     message = pb.ToWorker(
         submit={
             "request": request.id,
             "attempt": command.attempt,
-            "prompt": request.prompt,
+            "prompt": request.packed_prompt or pack_tokens(request.prompt),
             "yield_after": command.yield_after,
             "salt": request.salt,
             "request_id": request.external_id,

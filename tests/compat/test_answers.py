@@ -9,6 +9,7 @@ from typing import Any
 import openai
 import pytest
 
+from penstock.protos.worker_codec import num_prompt_tokens, unpack_tokens
 from tests.support.openai_client import HELLO
 from tests.support.served_router import Served
 from tests.support.stub_worker import END_TOKEN
@@ -123,7 +124,7 @@ async def test_default_of_max_tokens_is_16_or_the_rest_of_the_context(
     await chat(client, max_tokens=None, max_completion_tokens=None)
     first, *chats = served.worker.submits
     assert first.params.max_tokens == 16
-    assert [each.params.max_tokens for each in chats] == [2048 - len(chats[0].prompt)] * 2
+    assert [each.params.max_tokens for each in chats] == [2048 - num_prompt_tokens(chats[0])] * 2
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -200,7 +201,7 @@ async def test_echo_without_new_tokens_returns_the_prompt_and_its_logprobs(
     client: Any, served: Served
 ) -> None:
     answer = await complete(client, echo=True, max_tokens=0, logprobs=1)
-    (choice,), prompt = answer.choices, served.worker.submits[0].prompt
+    (choice,), prompt = answer.choices, unpack_tokens(served.worker.submits[0].prompt)
     assert (choice.text, choice.finish_reason) == (PROMPT, "length")
     assert choice.logprobs.token_logprobs == [None, *(-token / 8 for token in prompt[1:])]
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(prompt), 0)
@@ -217,7 +218,7 @@ async def test_token_ids_are_returned_on_request(client: Any, served: Served) ->
     more = {"extra_body": {"return_token_ids": True}}
     (completion,) = (await complete(client, **more)).choices
     answer = await chat(client, **more)
-    first, second = (list(submit.prompt) for submit in served.worker.submits)
+    first, second = (unpack_tokens(submit.prompt) for submit in served.worker.submits)
     assert (completion.prompt_token_ids, completion.token_ids) == (first, expected)
     assert (answer.prompt_token_ids, answer.choices[0].token_ids) == (second, expected)
 
@@ -231,7 +232,7 @@ async def test_prompt_logprobs_are_returned_on_request(client: Any, served: Serv
     for table, submit in zip(tables, served.worker.submits, strict=True):
         first, *rest = table
         assert first is None
-        for token, entry in zip(submit.prompt[1:], rest, strict=True):
+        for token, entry in zip(unpack_tokens(submit.prompt)[1:], rest, strict=True):
             assert entry[str(token)]["logprob"] == -token / 8
             assert entry.keys() >= {"7", "8"}
 

@@ -8,6 +8,7 @@ import pytest
 
 from penstock.protos import inference_pb2 as grpc_pb
 from penstock.protos import inference_pb2_grpc
+from penstock.protos.worker_codec import unpack_tokens
 from penstock.router.config import RouterConfig
 from tests.support.openai_client import serving_with_client
 from tests.support.served_router import Served
@@ -35,7 +36,7 @@ async def prompts(served: Served, client: Any) -> list[list[int]]:
         async for _ in stub.Generate(request):
             pass
         counted = await stub.Tokenize(grpc_pb.TokenizeRequest(text=PROMPT))
-    sent = [list(submit.prompt) for submit in served.worker.submits]
+    sent = [unpack_tokens(submit.prompt) for submit in served.worker.submits]
     return [*sent, shown["tokens"], list(counted.tokens)]
 
 
@@ -57,4 +58,4 @@ async def test_no_special_in_completions_reads_control_tokens_as_text(config: Ro
         assert [tokens[0] == begin for tokens in found] == [True, False, True, True, True]
         ids = [5, END, 6]
         await client.completions.create(model="stub", prompt=ids, max_tokens=1)
-        assert list(served.worker.submits[-1].prompt) == ids
+        assert unpack_tokens(served.worker.submits[-1].prompt) == ids

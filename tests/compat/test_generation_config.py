@@ -9,6 +9,7 @@ import pytest
 
 from penstock.protos import inference_pb2 as grpc_pb
 from penstock.protos import inference_pb2_grpc, worker_pb2
+from penstock.protos.worker_codec import num_prompt_tokens
 from penstock.router.config import RouterConfig
 from tests.support.openai_client import HELLO, serving_with_client
 from tests.support.served_router import Served, model_folder
@@ -109,4 +110,4 @@ async def test_generation_config_none_ignores_the_file(tmp_path: Path) -> None:
         await client.chat.completions.create(model="stub", messages=HELLO, n=1)
         (submit,) = served.worker.submits
         assert values(submit.params)[:5] == (1, 1, 0, 0, 1)
-        assert submit.params.max_tokens == 2048 - len(submit.prompt)
+        assert submit.params.max_tokens == 2048 - num_prompt_tokens(submit)

@@ -11,6 +11,7 @@ import pytest_asyncio
 from pydantic import BaseModel
 
 from penstock.common.structured_outputs import StructuredOutputs, form_after_reasoning
+from penstock.protos.worker_codec import num_prompt_tokens, unpack_tokens
 from penstock.router.config import RouterConfig
 from tests.support.anthropic_client import ADD, HELLO, connect
 from tests.support.served_router import Served, serving
@@ -76,7 +77,7 @@ class Model:
     @property
     def prompt(self) -> str:
         """The prompt of the newest request."""
-        tokens = list(self.served.worker.submits[-1].prompt)
+        tokens = unpack_tokens(self.served.worker.submits[-1].prompt)
         return str(TOKENIZER.decode(tokens, skip_special_tokens=False))
 
 
@@ -107,7 +108,7 @@ async def test_text(model: Model, stream: bool) -> None:
     assert message.id.startswith("msg_")
     # + 1, because the end token counts too.
     assert message.usage.output_tokens == len(tokens_of("It is 42.")) + 1
-    assert message.usage.input_tokens == len(model.served.worker.submits[0].prompt)
+    assert message.usage.input_tokens == num_prompt_tokens(model.served.worker.submits[0])
     assert model.prompt == "[user]hello</s>[assistant]"
 
 

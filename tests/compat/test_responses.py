@@ -10,6 +10,7 @@ import pytest_asyncio
 from openai.types.responses import Response
 from pydantic import BaseModel, ConfigDict
 
+from penstock.protos.worker_codec import num_prompt_tokens
 from tests.support.openai_client import message_of
 from tests.support.responses_client import (
     ADD,
@@ -53,7 +54,7 @@ async def test_text_input_gives_a_message(model: ResponsesModel, stream: bool) -
     assert (response.status, response.output_text) == ("completed", "It is 42.")
     assert found(response) == [("message", "It is 42.")]
     assert model.prompt() == "[user]hello[assistant]"
-    assert response.usage.input_tokens == len(model.served.worker.submits[-1].prompt)
+    assert response.usage.input_tokens == num_prompt_tokens(model.served.worker.submits[-1])
     assert response.usage.output_tokens == len(tokens_of("It is 42.")) + 1  # + 1 for the end token
     assert response.usage.output_tokens_details.reasoning_tokens == 0
 

@@ -7,6 +7,7 @@ import openai
 import pytest
 import pytest_asyncio
 
+from penstock.protos.worker_codec import num_prompt_tokens
 from tests.support.responses_client import ADD, ResponsesModel, serving_responses
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -41,7 +42,7 @@ async def test_oldest_messages_are_left_out(model: ResponsesModel) -> None:
     assert kept[0] > 0
     assert prompt.startswith(f"[system]Be brief.[user]q{kept[0]}y")
     assert prompt.endswith("[user]last?[assistant]")
-    num_tokens = len(model.served.worker.submits[-1].prompt)
+    num_tokens = num_prompt_tokens(model.served.worker.submits[-1])
     turn = num_tokens // len(kept)
     assert 2048 - 100 - 2 * turn < num_tokens <= 2048 - 100
     page = await model.client.responses.input_items.list(response.id, limit=100)

@@ -8,6 +8,7 @@ import openai
 import pytest
 import pytest_asyncio
 
+from penstock.protos.worker_codec import unpack_tokens
 from penstock.router.config import RouterConfig
 from tests.support.openai_client import HELLO, serving_with_client
 from tests.support.served_router import Served
@@ -41,7 +42,7 @@ class Prompts:
             model="stub", messages=messages, max_tokens=1, extra_body=more
         )
         (submit,) = self.served.worker.submits
-        text: str = TOKENIZER.decode(list(submit.prompt), skip_special_tokens=False)
+        text: str = TOKENIZER.decode(unpack_tokens(submit.prompt), skip_special_tokens=False)
         return text
 
 
@@ -85,7 +86,7 @@ async def test_chat_template_kwargs_cannot_write_control_tokens(prompt: Prompts)
     assert (await prompt(**more)).startswith("thinking=</s>[user];")
     (submit,) = prompt.served.worker.submits
     # The only </s> of the prompt is the one that the template writes.
-    assert list(submit.prompt).count(id_of(TOKENIZER, "</s>")) == 1
+    assert unpack_tokens(submit.prompt).count(id_of(TOKENIZER, "</s>")) == 1
 
 
 async def test_add_generation_prompt_false_leaves_out_the_start_of_an_answer(

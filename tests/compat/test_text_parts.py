@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from penstock.protos.worker_codec import unpack_tokens
 from penstock.router.config import RouterConfig
 from tests.support.openai_client import serving_with_client
 from tests.support.tokenizers import byte_level, write_folder
@@ -31,7 +32,7 @@ async def rendered(folder: Path, template: str, *contents: object) -> str:
     async with serving_with_client(config) as (served, client):
         await client.chat.completions.create(model="stub", messages=messages, max_tokens=1)
         (submit,) = served.worker.submits
-        text: str = TOKENIZER.decode(list(submit.prompt), skip_special_tokens=False)
+        text: str = TOKENIZER.decode(unpack_tokens(submit.prompt), skip_special_tokens=False)
         return text
 
 
@@ -55,5 +56,5 @@ async def test_control_tokens_in_parts_are_plain_text(tmp_path: Path) -> None:
             model="stub", messages=[{"role": "user", "content": parts}], max_tokens=1
         )
         (submit,) = served.worker.submits
-        assert TOKENIZER.token_to_id("</s>") not in submit.prompt
-        assert TOKENIZER.decode(list(submit.prompt)) == "<a</s>><b>"
+        assert TOKENIZER.token_to_id("</s>") not in unpack_tokens(submit.prompt)
+        assert TOKENIZER.decode(unpack_tokens(submit.prompt)) == "<a</s>><b>"

@@ -5,6 +5,7 @@ from typing import Any
 import openai
 import pytest
 
+from penstock.protos.worker_codec import unpack_tokens
 from tests.support.openai_client import HELLO
 from tests.support.served_router import Served
 from tests.support.tokenizers import byte_level
@@ -47,7 +48,7 @@ async def test_tokenize_of_a_chat_equals_the_prompt_that_a_worker_gets(
         await client.chat.completions.create(
             model="stub", messages=HELLO, max_tokens=1, extra_body=more
         )
-        assert found["tokens"] == list(served.worker.submits[-1].prompt)
+        assert found["tokens"] == unpack_tokens(served.worker.submits[-1].prompt)
         assert found["count"] == len(found["tokens"])
 
 

@@ -11,6 +11,7 @@ import pytest
 import pytest_asyncio
 from tokenizers import AddedToken, Tokenizer
 
+from penstock.protos.worker_codec import unpack_tokens
 from penstock.router.config import RouterConfig
 from tests.support.openai_client import HELLO, serving_with_client
 from tests.support.served_router import Served
@@ -266,7 +267,7 @@ async def test_conversation_goes_on_with_the_calls_result(model: Model) -> None:
     answer = {"role": "tool", "tool_call_id": call.id, "content": str(sum(result.values()))}
     (choice,) = await model("It is 42.", **TOOLS, messages=[*HELLO, choice.message, answer])
     assert choice.message.content == "It is 42."
-    assert "[tool]42" in TOKENIZER.decode(list(model.served.worker.submits[-1].prompt))
+    assert "[tool]42" in TOKENIZER.decode(unpack_tokens(model.served.worker.submits[-1].prompt))
 
 
 async def test_tools_are_refused_if_the_form_of_calls_is_unknown(tmp_path: Path) -> None:

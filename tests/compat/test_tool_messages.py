@@ -9,6 +9,7 @@ import openai
 import pytest
 import pytest_asyncio
 
+from penstock.protos.worker_codec import unpack_tokens
 from penstock.router.config import RouterConfig
 from tests.support.openai_client import HELLO, serving_with_client
 from tests.support.tokenizers import byte_level, id_of, write_folder
@@ -32,7 +33,7 @@ class Prompts:
             model="stub", messages=messages, max_tokens=1, **more
         )
         (submit,) = self.served.worker.submits
-        return str(TOKENIZER.decode(list(submit.prompt), skip_special_tokens=False))
+        return str(TOKENIZER.decode(unpack_tokens(submit.prompt), skip_special_tokens=False))
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -86,7 +87,7 @@ async def test_tool_calls_cannot_write_control_tokens(prompt: Prompts) -> None:
     assert await prompt([message]) == "[assistant  ](1 f q=</s>)</s>"
     (submit,) = prompt.served.worker.submits
     # The only </s> of the prompt is the one that the template writes.
-    assert list(submit.prompt).count(id_of(TOKENIZER, "</s>")) == 1
+    assert unpack_tokens(submit.prompt).count(id_of(TOKENIZER, "</s>")) == 1
 
 
 def deep(levels: int) -> dict[str, Any]:
@@ -180,4 +181,4 @@ async def test_tokenize_shows_the_prompt_with_tools(prompt: Prompts) -> None:
     (submit,) = prompt.served.worker.submits
     body = {"messages": HISTORY, "tools": [ADD]}
     found = await prompt.client.post("/../tokenize", body=body, cast_to=object)
-    assert found["tokens"] == list(submit.prompt)
+    assert found["tokens"] == unpack_tokens(submit.prompt)

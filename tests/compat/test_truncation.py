@@ -5,6 +5,7 @@ from typing import Any
 import openai
 import pytest
 
+from penstock.protos.worker_codec import unpack_tokens
 from tests.support.served_router import Served
 from tests.support.tokenizers import byte_level
 
@@ -19,7 +20,7 @@ async def sent(served: Served, client: Any, keep: int, prompt: object, **more: o
     await client.completions.create(
         model="stub", prompt=prompt, extra_body={"truncate_prompt_tokens": keep}, **more
     )
-    return list(served.worker.submits[-1].prompt)
+    return unpack_tokens(served.worker.submits[-1].prompt)
 
 
 async def test_last_tokens_are_kept(client: Any, served: Served) -> None:
@@ -41,7 +42,7 @@ async def test_chat_is_truncated_after_the_template(client: Any, served: Served)
     )
     assert answer.usage.prompt_tokens == 12
     end = TOKENIZER.encode("[assistant]", add_special_tokens=False).ids
-    assert list(served.worker.submits[-1].prompt)[-len(end) :] == end
+    assert unpack_tokens(served.worker.submits[-1].prompt)[-len(end) :] == end
 
 
 async def test_echo_shows_the_truncated_prompt(client: Any, served: Served) -> None:
@@ -52,7 +53,9 @@ async def test_echo_shows_the_truncated_prompt(client: Any, served: Served) -> N
         echo=True,
         extra_body={"truncate_prompt_tokens": 5},
     )
-    assert answer.choices[0].text == TOKENIZER.decode(list(served.worker.submits[-1].prompt))
+    assert answer.choices[0].text == TOKENIZER.decode(
+        unpack_tokens(served.worker.submits[-1].prompt)
+    )
 
 
 @pytest.mark.parametrize("keep", [0, -2, 2048, 10**30, "5"])

@@ -21,12 +21,15 @@ from penstock.common.thinking_budget import MAX_BUDGET, NAME, ThinkingBudget
 from penstock.common.worker_load import WorkerLoad
 from penstock.protos import worker_pb2 as pb
 from penstock.protos.worker_codec import (
+    TOKEN_BYTES,
+    TOKENS_PER_PIECE,
     decode_sampling_params,
     decode_worker_load,
     encode_sampling_params,
     encode_worker_load,
     encoded_lists,
     pack_tokens,
+    packed_pieces,
     unpack_tokens,
 )
 
@@ -242,6 +245,14 @@ def test_packed_tokens_are_little_endian_words(tokens: list[int]) -> None:
     assert data == b"".join(token.to_bytes(4, "little") for token in tokens)
     assert unpack_tokens(data) == tokens
     assert pack_tokens(tuple(tokens)) == data
+
+
+@pytest.mark.parametrize("length", [0, 1, TOKENS_PER_PIECE, 2 * TOKENS_PER_PIECE + 1])
+def test_pieces_of_packed_tokens_are_short_and_equal_the_whole(length: int) -> None:
+    tokens = list(range(length))
+    pieces = list(packed_pieces(tokens))
+    assert b"".join(pieces) == pack_tokens(tokens)
+    assert all(0 < len(piece) <= TOKEN_BYTES * TOKENS_PER_PIECE for piece in pieces)
 
 
 def test_bytes_that_are_not_whole_words_are_refused() -> None:

@@ -10,7 +10,7 @@ import grpc
 
 from penstock.protos import worker_pb2 as wire
 from penstock.protos import worker_pb2_grpc
-from penstock.protos.worker_codec import PROTOCOL
+from penstock.protos.worker_codec import PROTOCOL, pack_tokens
 
 TIMEOUT_SECONDS = 60.0  # limit in seconds that only failing tests reach
 
@@ -77,7 +77,8 @@ class AttachedRouter:
         self, request: int, prompt: list[int], params: wire.SamplingParams, **other: Any
     ) -> None:
         other.setdefault("attempt", 1)
-        await self.send(submit=wire.Submit(request=request, prompt=prompt, params=params, **other))
+        packed = pack_tokens(prompt)
+        await self.send(submit=wire.Submit(request=request, prompt=packed, params=params, **other))
 
     async def drop(self, request: int, attempt: int = 1) -> None:
         await self.send(drop=wire.Drop(request=request, attempt=attempt))

@@ -11,6 +11,7 @@ from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from penstock.protos import worker_pb2 as pb
+from penstock.protos.worker_codec import unpack_tokens
 from penstock.router.config import RouterConfig
 from tests.support.openai_client import serving_with_client
 from tests.support.served_router import Served, until
@@ -86,7 +87,7 @@ class ResponsesModel:
 
     def prompt(self) -> str:
         """Return the prompt of the latest request."""
-        return TOKENIZER.decode(list(self.served.worker.submits[-1].prompt))
+        return TOKENIZER.decode(unpack_tokens(self.served.worker.submits[-1].prompt))
 
     async def events(self, text: str, /, **body: Any) -> list[dict[str, Any]]:
         """Return the events of a stream, each valid for the official client's types."""

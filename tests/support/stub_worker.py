@@ -20,7 +20,7 @@ import grpc.aio
 
 from penstock.protos import worker_pb2 as pb
 from penstock.protos import worker_pb2_grpc
-from penstock.protos.worker_codec import PROTOCOL, TOKEN_BYTES
+from penstock.protos.worker_codec import PROTOCOL, TOKEN_BYTES, num_prompt_tokens, unpack_tokens
 
 END_TOKEN = 2
 FIRST_PLAIN_TOKEN = 6
@@ -219,7 +219,7 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
             rejected.reason, rejected.never = self.reject.reason, self.reject.never
             self.send(pb.ToRouter(rejected=rejected))
             return
-        answer = self.answer(submit.prompt)
+        answer = self.answer(unpack_tokens(submit.prompt))
         runs = [Run(submit, answer[c:], 0, choice=c) for c in range(max(submit.params.n, 1))]
         for entry in submit.log:
             runs[entry.choice].position = len(entry.tokens) // TOKEN_BYTES
@@ -241,7 +241,7 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
 
     def _yielded(self, run: Run) -> None:
         run.is_running = False
-        kv_len = len(run.submit.prompt) + run.position - 1 if run.num_new else 0
+        kv_len = num_prompt_tokens(run.submit) + run.position - 1 if run.num_new else 0
         submit = run.submit
         self.send(
             pb.ToRouter(
@@ -277,12 +277,12 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
             await asyncio.sleep(self.step_seconds)
 
     def _score(self, submit: pb.Submit, step: pb.Step) -> None:
-        params, known = submit.params, max(submit.prompt_known, 1)
-        if params.HasField("prompt_logprobs") and known < len(submit.prompt):
+        prompt, known = unpack_tokens(submit.prompt), max(submit.prompt_known, 1)
+        if submit.params.HasField("prompt_logprobs") and known < len(prompt):
             scored = pb.PromptLogprobs(
                 request=submit.request, attempt=submit.attempt, position=known
             )
-            scored.entries.extend(map(prompt_logprobs, submit.prompt[known:]))
+            scored.entries.extend(map(prompt_logprobs, prompt[known:]))
             step.prompts.append(scored)
 
     def _make_step(self, runs: Sequence[Run]) -> None:

@@ -13,7 +13,7 @@ from penstock.common.sampling_params import (
 )
 from penstock.common.token_ids import check_token_ids
 from penstock.protos import worker_pb2 as wire
-from penstock.protos.worker_codec import decode_sampling_params, unpack_tokens
+from penstock.protos.worker_codec import TOKEN_BYTES, decode_sampling_params, unpack_tokens
 from penstock.workers.engine.results import BeamResult, StepResult
 from penstock.workers.engine.step_times import StepRecord
 from penstock.workers.sampling.sampler import TokenLogprobs
@@ -77,7 +77,7 @@ def new_sequence(
     submit: wire.Submit, key: SequenceKey, vocabulary: Vocabulary, source_len: int
 ) -> NewSequence:
     """Convert a Submit message whose source offers `source_len` KV positions. Raises BadSubmit."""
-    prompt = list(submit.prompt)
+    prompt = _unpack("the prompt", submit.prompt)
     if not prompt:
         raise BadSubmit("the prompt is empty: expected at least one token")
     vocabulary.check("the prompt", prompt)
@@ -113,13 +113,12 @@ def new_sequence(
     )
 
 
-def _logged(entry: wire.ChoiceLog) -> list[int]:
+def _unpack(name: str, packed: bytes) -> list[int]:
     try:
-        return unpack_tokens(entry.tokens)
+        return unpack_tokens(packed)
     except ValueError:
         raise BadSubmit(
-            f"the token log of choice {entry.choice} has {len(entry.tokens)} bytes: expected a "
-            "multiple of 4"
+            f"{name} has {len(packed)} bytes: expected a multiple of {TOKEN_BYTES}"
         ) from None
 
 
@@ -141,7 +140,7 @@ def _answers(submit: wire.Submit, params: SamplingParams) -> dict[int, list[int]
             f"the token log of the request has choice {unknown[0]}: expected 0 to {params.n - 1}"
         )
     for entry in submit.log:
-        answers[entry.choice] = _logged(entry)
+        answers[entry.choice] = _unpack(f"the token log of choice {entry.choice}", entry.tokens)
         if entry.finished:
             del answers[entry.choice]
     if not answers:

@@ -14,7 +14,7 @@ import grpc
 
 from penstock.common.worker_load import WorkerLoad
 from penstock.protos import worker_pb2 as wire
-from penstock.protos.worker_codec import TOKEN_BYTES, encode_worker_load
+from penstock.protos.worker_codec import TOKEN_BYTES, encode_worker_load, num_prompt_tokens
 from penstock.workers.engine.engine import Engine
 from penstock.workers.engine.engine_thread import EngineThread
 from penstock.workers.engine.results import StepResult
@@ -314,7 +314,7 @@ def _log_fields(submit: wire.Submit) -> dict[str, str | int]:
     return {
         "request": submit.request_id,
         "attempt": submit.attempt,
-        "prompt_tokens": len(submit.prompt),
+        "prompt_tokens": num_prompt_tokens(submit),
         "answer_tokens": sum(len(each.tokens) // TOKEN_BYTES for each in submit.log),
         "source": submit.source.worker,
     }

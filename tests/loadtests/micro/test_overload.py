@@ -15,10 +15,11 @@ from penstock.loadtests.micro.overload_workers import (
 from penstock.loadtests.simulator.scaling.call import Call
 from penstock.loadtests.simulator.scaling.overload import GREEDY
 from penstock.protos import worker_pb2 as pb
+from penstock.protos.worker_codec import pack_tokens
 
 
 def submit(session: BoundedSession, request: int, num_prompt: int = 4) -> None:
-    message = pb.Submit(request=request, attempt=1, prompt=range(num_prompt))
+    message = pb.Submit(request=request, attempt=1, prompt=pack_tokens(range(num_prompt)))
     message.params.max_tokens = 2
     session.receive(pb.ToWorker(submit=message))
 

@@ -13,6 +13,7 @@ import pytest
 
 from penstock.protos import inference_pb2 as pb
 from penstock.protos import inference_pb2_grpc, worker_pb2
+from penstock.protos.worker_codec import num_prompt_tokens, unpack_tokens
 from penstock.router.api.explain import TRAILER, peer_address
 from penstock.router.config import RouterConfig
 from penstock.router.observability.snapshot import RouterState
@@ -58,7 +59,7 @@ async def test_explanation_says_where_the_request_ran_without_its_text(
         assert (one["tenant"], one["state"], one["finish_reason"]) == (
             *("anonymous", "done", "length"),
         )
-        size = len(workers[0].submits[0].prompt)
+        size = num_prompt_tokens(workers[0].submits[0])
         assert (one["prompt_tokens"], one["completion_tokens"]) == (size, 3)
         assert sum(phases(one).values()) == pytest.approx(one["seconds"])
         events = {event["kind"]: event for event in one["events"]}
@@ -69,7 +70,7 @@ async def test_explanation_says_where_the_request_ran_without_its_text(
         assert events["submitted"]["worker"] == "d0"
         assert "transfer_ended" in events
         assert "secret" not in json.dumps(body)
-        tokens = ", ".join(map(str, workers[0].submits[0].prompt[:4]))
+        tokens = ", ".join(map(str, unpack_tokens(workers[0].submits[0].prompt)[:4]))
         assert tokens not in json.dumps(body)
 
 
@@ -81,7 +82,7 @@ async def test_call_with_several_prompts_and_a_client_id_is_explained_whole(
         await http.post("/v1/completions", json=body, headers={"x-request-id": "my/own id"})
         status, found = await explain(http, "my%2Fown%20id")
         assert status == 200
-        sizes = [len(submit.prompt) for submit in served.worker.submits]
+        sizes = [num_prompt_tokens(submit) for submit in served.worker.submits]
         assert [each["prompt_tokens"] for each in found["requests"]] == sizes
         assert len(sizes) == 2
 

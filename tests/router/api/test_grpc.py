@@ -19,6 +19,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 
 from penstock.protos import inference_pb2 as pb
 from penstock.protos import inference_pb2_grpc
+from penstock.protos.worker_codec import num_prompt_tokens, unpack_tokens
 from penstock.router.api import grpc as router_grpc
 from penstock.router.api import grpc_codec
 from penstock.router.config import RouterConfig
@@ -99,9 +100,9 @@ async def test_every_position_is_delivered_once(
     assert {reply.request_id for reply in replies} == {"mine"}
     submit = sentence_served.worker.submits[0]
     assert {reply.seed for reply in replies} == {submit.params.seed}
-    assert replies[0].prompt_tokens == submit.prompt
+    assert replies[0].prompt_tokens == unpack_tokens(submit.prompt)
     assert all(not reply.prompt_tokens for reply in replies[1:])
-    assert replies[-1].usage.prompt_tokens == len(submit.prompt)
+    assert replies[-1].usage.prompt_tokens == num_prompt_tokens(submit)
 
 
 async def test_stop_strings_and_logprobs(channel: grpc.aio.Channel) -> None:
@@ -133,7 +134,7 @@ async def test_parameters_reach_the_worker(
     )
     await generate(channel, tokens=pb.Tokens(ids=[5, 6]), sampling=sampling)
     params = sentence_served.worker.submits[0].params
-    assert list(sentence_served.worker.submits[0].prompt) == [5, 6]
+    assert unpack_tokens(sentence_served.worker.submits[0].prompt) == [5, 6]
     assert (params.temperature, params.top_p, params.top_k) == (0.0, 0.5, 3)
     assert (params.seed, params.max_tokens, params.min_tokens) == (2**64 - 1, 2, 1)
     assert (list(params.stop_tokens), params.ignore_eos) == ([9], True)

@@ -11,6 +11,7 @@ import pytest_asyncio
 
 from penstock.protos import inference_pb2 as pb
 from penstock.protos import inference_pb2_grpc
+from penstock.protos.worker_codec import unpack_tokens
 from penstock.router.config import RouterConfig
 from tests.support.served_router import serving
 from tests.support.stub_worker import StubWorker
@@ -43,7 +44,7 @@ class Prompts:
         reply = await self.stub.Tokenize(pb.TokenizeRequest(chat=found))
         request = pb.GenerateRequest(chat=found, sampling=pb.Sampling(max_tokens=1))
         _ = [reply async for reply in self.stub.Generate(request)]
-        assert list(self.submits[-1].prompt) == list(reply.tokens)
+        assert unpack_tokens(self.submits[-1].prompt) == list(reply.tokens)
         return str(TOKENIZER.decode(list(reply.tokens), skip_special_tokens=False))
 
 
@@ -81,7 +82,7 @@ async def test_tools_of_a_large_message_reach_the_template(prompt: Prompts) -> N
         request_id="x" * 40_000,  # so long that a helper process checks the message
     )
     _ = [reply async for reply in prompt.stub.Generate(request)]
-    tokens = list(prompt.submits[-1].prompt)
+    tokens = unpack_tokens(prompt.submits[-1].prompt)
     shown = TOKENIZER.decode(tokens, skip_special_tokens=False)
     assert shown == json.dumps([ADD]) + "[user  ]hi</s>"
 

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from penstock.common.sampling_params import SamplingParams
+from penstock.protos.worker_codec import unpack_tokens
 from penstock.router.requests.request import GenerationRequest
 from penstock.router.requests.response_stream import ResponseStream
 from tests.support.served_router import Served
@@ -36,3 +37,14 @@ async def test_lists_of_a_call_are_validated_and_encoded_once(
     assert first is second
     assert third != first
     assert len({request.params.seed for request, _ in admitted}) == 3
+
+
+async def test_admitted_prompt_is_packed_for_workers(shared_served: Served) -> None:
+    frontend = shared_served.router.frontend
+    prompt = [5 + index % 100 for index in range(700)]
+    stream, sampling = ResponseStream(100, lambda requests: None), SamplingParams(max_tokens=1)
+    now = asyncio.get_running_loop().time()
+    ((request, _),) = await frontend._admission.admit_call(
+        [GenerationRequest(prompt, sampling)], stream, frontend.model, now
+    )
+    assert unpack_tokens(request.packed_prompt) == prompt

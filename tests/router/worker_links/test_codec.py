@@ -1,11 +1,13 @@
 """Each command is encoded to its message, and each message decoded to its event."""
 
+from dataclasses import replace
+
 import pytest
 
 from penstock.common.sampling_params import SamplingParams
 from penstock.common.worker_load import WorkerLoad
 from penstock.protos import worker_pb2 as pb
-from penstock.protos.worker_codec import decode_sampling_params, unpack_tokens
+from penstock.protos.worker_codec import decode_sampling_params, pack_tokens, unpack_tokens
 from penstock.router.routing import events as ev
 from penstock.router.routing.prefix_cache.cache_events import (
     CacheChange,
@@ -28,7 +30,7 @@ def test_submit_carries_every_field() -> None:
     command = ev.Submit("d0", REQUEST, 2, ([4, 5], ()), (False, True), source, 1)
     submit = codec.encode_command(command).submit
     assert (submit.request, submit.attempt, submit.yield_after) == (9, 2, 1)
-    assert list(submit.prompt) == [1, 2, 3]
+    assert unpack_tokens(submit.prompt) == [1, 2, 3]
     assert decode_sampling_params(submit.params) == PARAMS
     assert (submit.salt, submit.request_id) == (b"tenant", "order-66")
     logs = [(log.choice, unpack_tokens(log.tokens), log.finished) for log in submit.log]
@@ -36,6 +38,12 @@ def test_submit_carries_every_field() -> None:
     assert submit.source == pb.Source(
         worker="p0", incarnation="p0-1", attempt=1, kv_len=5, layout="layout"
     )
+
+
+def test_packed_prompt_is_sent_as_it_is() -> None:
+    request = replace(REQUEST, packed_prompt=pack_tokens([7, 8]))
+    command = ev.Submit("w", request, 1, ((), ()), (False, False), None, 0)
+    assert unpack_tokens(codec.encode_command(command).submit.prompt) == [7, 8]
 
 
 def test_first_submit_has_neither_log_nor_source() -> None:

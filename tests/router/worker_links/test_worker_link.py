@@ -9,7 +9,7 @@ import pytest_asyncio
 
 from penstock.common.sampling_params import SamplingParams
 from penstock.protos import worker_pb2 as pb
-from penstock.protos.worker_codec import PROTOCOL
+from penstock.protos.worker_codec import PROTOCOL, unpack_tokens
 from penstock.router.routing import events as ev
 from penstock.router.worker_links import worker_link
 from penstock.router.worker_links.worker_link import RouterIdentity, WorkerLink
@@ -74,7 +74,7 @@ async def test_link_sends_hello_and_delivers_events(worker: StubWorker, received
     worker.stepping.clear()
     link.send(ev.Submit("w0", REQUEST, 1, ((),), (False,), None, 0))
     await until(lambda: worker.runs)
-    assert list(worker.submits[0].prompt) == [5, 6, 7]
+    assert unpack_tokens(worker.submits[0].prompt) == [5, 6, 7]
     worker.stepping.set()
     await until(lambda: received.count(ev.Stepped) >= 3)
     steps = [event for event in received.events if isinstance(event, ev.Stepped)]

@@ -1,7 +1,16 @@
 """Messages to routers: each router gets the results of its own sequences."""
 
+import pytest
+
+from penstock.protos import worker_pb2 as wire
 from penstock.workers.engine.results import StepResult
-from penstock.workers.service.codec import SequenceKey, step_messages
+from penstock.workers.service.codec import (
+    BadSubmit,
+    SequenceKey,
+    Vocabulary,
+    new_sequence,
+    step_messages,
+)
 
 
 def test_preemptions_are_sent_to_the_routers_that_hold_the_sequences() -> None:
@@ -13,3 +22,9 @@ def test_preemptions_are_sent_to_the_routers_that_hold_the_sequences() -> None:
         1: [4, 5, 4],
         2: [4],
     }
+
+
+def test_prompt_that_is_not_whole_tokens_is_refused() -> None:
+    submit = wire.Submit(request=4, attempt=1, prompt=b"12345")
+    with pytest.raises(BadSubmit, match="the prompt has 5 bytes: expected a multiple of 4"):
+        new_sequence(submit, SequenceKey(1, 4, 1), Vocabulary(100, (1,)), 0)

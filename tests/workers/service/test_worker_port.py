@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from penstock.protos import worker_pb2 as wire
 from penstock.protos.serving import connection_guard
-from penstock.protos.worker_codec import PROTOCOL
+from penstock.protos.worker_codec import PROTOCOL, pack_tokens
 from penstock.workers.config import WorkerConfig
 from penstock.workers.service import grpc_service, session, worker_port
 from penstock.workers.service.grpc_service import RunningWorker, serve_worker
@@ -196,7 +196,7 @@ async def test_router_that_reads_nothing_is_ended_alone(
     caplog.set_level(logging.INFO)
     if has_heartbeats:
         monkeypatch.setattr(session, "MAX_TOKENS_WAITING", 20)
-    submit = wire.Submit(request=1, attempt=1, prompt=PROMPT, params=greedy(200))
+    submit = wire.Submit(request=1, attempt=1, prompt=pack_tokens(PROMPT), params=greedy(200))
     messages = [
         wire.ToWorker(number=1, hello=wire.Hello(protocol=PROTOCOL, router="slow")),
         wire.ToWorker(number=2, submit=submit),

@@ -28,6 +28,7 @@ from penstock.loadtests.simulator.calibration.server import (
 )
 from penstock.loadtests.simulator.model.timing import Floats, Timing, read_timing
 from penstock.protos import worker_pb2 as pb
+from penstock.protos.worker_codec import unpack_tokens
 from penstock.router.config import RouterConfig
 from tests.loadtests.simulator.calibration.test_fit import TIMING, grid
 from tests.support.served_router import model_folder, serving
@@ -82,7 +83,7 @@ async def test_served_steps_give_the_time_model_that_made_them(config: RouterCon
         await again.connect()
         await again.play(together(3, 5, 2))
         await again.close()
-    prompts = [tuple(submit.prompt) for submit in worker.submits]
+    prompts = [tuple(unpack_tokens(submit.prompt)) for submit in worker.submits]
     assert len(set(prompts)) == 6  # the second command does not find its prompts in a prefix cache
     assert [one.output_len for one in outcomes] == [2, 2, 2]
     assert arrangement.pools == {"mixed": 1}

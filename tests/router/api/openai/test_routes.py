@@ -9,6 +9,7 @@ import pytest
 import pytest_asyncio
 
 from penstock.protos import worker_pb2
+from penstock.protos.worker_codec import num_prompt_tokens, unpack_tokens
 from penstock.router.config import RouterConfig
 from tests.support.served_router import Served, serving
 from tests.support.stub_worker import StubWorker
@@ -65,7 +66,7 @@ async def test_chat_completion(client: Any, sentence_served: Served) -> None:
     assert choice.finish_reason == "stop"
     assert answer.usage is not None
     num_answer = len(tokens_of(SENTENCE)) + 1  # + 1 for the end token
-    num_prompt = len(sentence_served.worker.submits[0].prompt)
+    num_prompt = num_prompt_tokens(sentence_served.worker.submits[0])
     assert answer.usage.completion_tokens == num_answer
     assert answer.usage.prompt_tokens == num_prompt
     assert answer.usage.total_tokens == num_answer + num_prompt
@@ -106,7 +107,7 @@ async def test_max_tokens_has_the_default_of_each_api(client: Any, sentence_serv
     await client.chat.completions.create(model="stub", messages=[{"role": "user", "content": "x"}])
     plain, chat = sentence_served.worker.submits
     assert plain.params.max_tokens == 16
-    assert chat.params.max_tokens == 2048 - len(chat.prompt)
+    assert chat.params.max_tokens == 2048 - num_prompt_tokens(chat)
 
 
 async def test_reaching_max_tokens_gives_finish_reason_length(client: Any) -> None:
@@ -226,7 +227,7 @@ async def test_returned_token_ids_have_the_form_of_vllm(
     plain = {"model": "stub", "prompt": PROMPT, "max_tokens": 100}
 
     answer = await client.completions.create(**plain, extra_body=more)
-    prompt = list(sentence_served.worker.submits[-1].prompt)
+    prompt = unpack_tokens(sentence_served.worker.submits[-1].prompt)
     assert answer.choices[0].model_extra["token_ids"] == expected
     assert answer.choices[0].model_extra["prompt_token_ids"] == prompt
 
@@ -239,7 +240,7 @@ async def test_returned_token_ids_have_the_form_of_vllm(
     assert all("prompt_token_ids" not in extra for extra in extras[1:])
 
     whole = await client.chat.completions.create(**chat, extra_body=more)
-    prompt = list(sentence_served.worker.submits[-1].prompt)
+    prompt = unpack_tokens(sentence_served.worker.submits[-1].prompt)
     assert whole.choices[0].model_extra["token_ids"] == expected
     assert whole.model_extra["prompt_token_ids"] == prompt
 
@@ -402,7 +403,7 @@ async def test_echo_puts_the_prompt_before_the_answer(client: Any, sentence_serv
     answer = await client.completions.create(
         model="stub", prompt=PROMPT, max_tokens=3, echo=True, logprobs=1, n=2
     )
-    prompt = list(sentence_served.worker.submits[0].prompt)
+    prompt = unpack_tokens(sentence_served.worker.submits[0].prompt)
     for choice in answer.choices:
         assert choice.text.startswith(PROMPT)
         assert len(choice.text) > len(PROMPT)
@@ -424,7 +425,7 @@ async def test_echo_without_new_tokens_returns_only_the_prompt(
     chunks = [chunk async for chunk in answer] if stream else [answer]
     (choice,) = chunks[0].choices
     assert (choice.text, choice.finish_reason) == (PROMPT, "length")
-    assert len(choice.logprobs.tokens) == len(sentence_served.worker.submits[0].prompt)
+    assert len(choice.logprobs.tokens) == num_prompt_tokens(sentence_served.worker.submits[0])
 
 
 async def test_prompt_logprobs_have_the_form_of_vllm(client: Any, sentence_served: Served) -> None:
@@ -434,9 +435,9 @@ async def test_prompt_logprobs_have_the_form_of_vllm(client: Any, sentence_serve
     chat = await client.chat.completions.create(model="stub", messages=hello, extra_body=more)
     tables = [plain.choices[0].model_extra["prompt_logprobs"], chat.model_extra["prompt_logprobs"]]
     for table, submit in zip(tables, sentence_served.worker.submits, strict=True):
-        assert len(table) == len(submit.prompt)
+        assert len(table) == num_prompt_tokens(submit)
         assert table[0] is None
-        token = submit.prompt[1]
+        token = unpack_tokens(submit.prompt)[1]
         own = {"logprob": -token / 8, "rank": 3, "decoded_token": TOKENIZER.decode([token])}
         assert {name: entry["rank"] for name, entry in table[1].items()} == {
             str(token): 3,
