@@ -256,6 +256,7 @@ def _worker_stats_json(stats: WorkerStats) -> Json:
     return {
         "running": load.running,
         "places": stats.max_sequences,
+        "max_batched_tokens": stats.max_batched_tokens,
         "waiting": load.queued,
         "waiting_tokens": load.queued_tokens,
         "blocks": dict(stats.blocks),

@@ -41,6 +41,7 @@ class WorkerStats:
     num_blocks: int = 0  # number of blocks of the KV cache
     # Bucket bounds of `WorkerLoad.step_token_counts`, ascending.
     step_token_bounds: Sequence[float] = ()
+    max_batched_tokens: int = 0  # maximum number of tokens of a step
 
     @property
     def kv_waste(self) -> float:
@@ -326,6 +327,7 @@ def _worker(link: WorkerLink, status: WorkerStatus | None, given: Assignment | N
             info.step_bounds,
             info.num_blocks,
             info.step_token_bounds,
+            info.max_batched_tokens,
         )
     role = "" if info is None else info.role if given is None else given.role
     if status is None:

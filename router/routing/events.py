@@ -86,6 +86,7 @@ class WorkerInfo:
     # Where other workers send KV blocks; None if not reported.
     transfer: TransferEndpoint | None = None
     step_token_bounds: tuple[int, ...] = ()  # bucket bounds of `WorkerLoad.step_token_counts`
+    max_batched_tokens: int = 0  # maximum number of tokens of a step
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,9 +115,10 @@ def test_worker_keeps_the_settings_of_its_pool_when_its_role_changes(
     wait_for(have_roles, "the new roles")
     check_answers(served, plain, 100)
     assert metric_sum(served, "penstock_kv_transfers_failed_total") == 0
-    found = workers(served)
-    assert found["prefill-0"]["numbers"]["places"] == PREFILL["max_sequences"]
-    assert found["decode-0"]["numbers"]["places"] == DECODE["max_sequences"]
+    found = {name: each["numbers"] for name, each in workers(served).items()}
+    for name, pool in (("prefill-0", PREFILL), ("decode-0", DECODE)):
+        assert found[name]["places"] == pool["max_sequences"]
+        assert found[name]["max_batched_tokens"] == pool["max_batched_tokens"]
 
 
 def test_choices_beyond_the_rows_of_one_pool_are_computed_by_the_other(

@@ -104,6 +104,7 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
             num_blocks=4096,
             max_model_len=2048,
             max_sequences=256,
+            max_batched_tokens=512,
             eos_tokens=[END_TOKEN],
             vocab_size=1024,
         )
@@ -279,9 +280,8 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
     def _score(self, submit: pb.Submit, step: pb.Step) -> None:
         prompt, known = unpack_tokens(submit.prompt), max(submit.prompt_known, 1)
         if submit.params.HasField("prompt_logprobs") and known < len(prompt):
-            scored = pb.PromptLogprobs(
-                request=submit.request, attempt=submit.attempt, position=known
-            )
+            scored = pb.PromptLogprobs(position=known)
+            scored.request, scored.attempt = submit.request, submit.attempt
             scored.entries.extend(map(prompt_logprobs, prompt[known:]))
             step.prompts.append(scored)
 

@@ -52,7 +52,6 @@ class Calibrating:
     prompts: str = option("32,128,512", "prompt lengths")
     answer: int = option(32, "answer tokens of a request")
     repeats: int = option(5, "single requests of each prompt length, for the time of a request")
-    max_batched_tokens: int = option(512, "most tokens of a step, as given to penstock serve")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         batches, prompts = numbers_of(given.batches), numbers_of(given.prompts)
         measured = asyncio.run(_measure(given, batches, prompts))
-        fitted = fitted_timing(measured, given.max_batched_tokens)
+        fitted = fitted_timing(measured)
         given.timing.write_text("".join(yaml_lines(fitted)), encoding="utf-8")
     except (BadKey, ValueError) as error:
         print(f"penstock simulate calibrate: {error}", file=sys.stderr)
@@ -158,7 +157,7 @@ def together(count: int, input_len: int, output_len: int) -> list[Planned]:
     return [Planned(number, 0.0, input_len, output_len) for number in range(count)]
 
 
-def fitted_timing(measured: Measured, chunk: int) -> StepFit:
+def fitted_timing(measured: Measured) -> StepFit:
     """Fit all parameters of the time model. Raises BadCalibration."""
     given = measured.arrangement
     base = Timing()
@@ -171,6 +170,7 @@ def fitted_timing(measured: Measured, chunk: int) -> StepFit:
         )
     fitted = fit_steps(measured.steps, base)
     lengths = np.array([one.input_len for one in measured.singles], np.float64)
+    chunk = given.max_batched_tokens
     computed = [fitted.timing.prefill(one.input_len, chunk) for one in measured.singles]
     outside = np.array([one.ttft for one in measured.singles]) - np.array(computed)
     request, request_token = fit_line(lengths, np.maximum(outside, 0.0))

@@ -46,7 +46,6 @@ class Served:
     )
     admin: str = option("", "operators' address; default: that of penstock serve")
     api_key_file: Path | None = option(None, ABOUT)  # noqa: RUF009
-    max_batched_tokens: int = option(512, "most tokens of a step, as given to penstock serve")
     block_size: int = option(16, "tokens of a KV block, as given to penstock serve")
     seed: int = option(0, "the same seed gives the same lengths and arrival times")
 
@@ -158,7 +157,7 @@ def simulated(
         max_model_len=arrangement.kv_blocks * served.block_size,
         block_size=served.block_size,
         max_sequences=arrangement.max_sequences,
-        max_batched_tokens=served.max_batched_tokens,
+        max_batched_tokens=arrangement.max_batched_tokens,
     )
     # If the workers slowed each other down in the calibration, they share the cores of one machine.
     # In that case routers also learn step times, so that they can compare the speed of one busy

@@ -30,6 +30,7 @@ class Arrangement:
 
     pools: Mapping[str, int]  # number of ready workers by role
     max_sequences: int  # maximum sequences per worker
+    max_batched_tokens: int  # maximum tokens of a step
     kv_blocks: int  # number of KV blocks per worker
     kv_bytes: float  # bytes per position in recent KV transfers; 0 without transfers
     transfer_bandwidth: float  # bytes per second of KV transfers; 0 without transfers
@@ -55,6 +56,7 @@ def arrangement_of(status: Mapping[str, Any]) -> Arrangement:
     return Arrangement(
         pools,
         min(each["numbers"]["places"] for each in ready),
+        min(each["numbers"]["max_batched_tokens"] for each in ready),
         min(sum(each["numbers"]["blocks"].values()) for each in ready),
         cost["bytes_per_token"],
         cost["bytes_per_second"],

@@ -34,7 +34,7 @@ from tests.loadtests.simulator.calibration.test_fit import TIMING, grid
 from tests.support.served_router import model_folder, serving
 from tests.support.stub_worker import StubWorker
 
-NO_TRANSFERS = Arrangement({"mixed": 1}, 64, 1000, 0.0, 0.0, 0.0)
+NO_TRANSFERS = Arrangement({"mixed": 1}, 64, 512, 1000, 0.0, 0.0, 0.0)
 GAP = 0.0005  # pause between two steps in seconds
 
 
@@ -91,7 +91,7 @@ async def test_served_steps_give_the_time_model_that_made_them(config: RouterCon
     assert len(steps_of(found, last_numbers(found))) == 0
     steps = steps_of(found, {})
     measured = Measured(steps, singles(TIMING, 512, 0.01, 1e-5), [outcome(4, 0.03)], NO_TRANSFERS)
-    timing = fitted_timing(measured, 512).timing
+    timing = fitted_timing(measured).timing
     assert predicted_seconds(steps, timing) == pytest.approx(grid().seconds + GAP, rel=1e-3)
 
 
@@ -107,8 +107,8 @@ def test_times_outside_of_the_engine_are_fitted() -> None:
     steps = grid()
     alone = singles(TIMING, 512, 0.012, 2e-5)
     burst = [outcome(4, 0.03 + 0.002 * number) for number in range(16)]
-    transfers = Arrangement({"prefill": 1, "decode": 1}, 64, 1000, 4096.0, 2e9, 0.004)
-    fitted = fitted_timing(Measured(steps, alone, burst, transfers), 512)
+    transfers = Arrangement({"prefill": 1, "decode": 1}, 64, 512, 1000, 4096.0, 2e9, 0.004)
+    fitted = fitted_timing(Measured(steps, alone, burst, transfers))
     timing = fitted.timing
     assert timing.request == pytest.approx(0.012, rel=0.05)
     assert timing.request_token == pytest.approx(2e-5, rel=0.1)
@@ -119,7 +119,7 @@ def test_times_outside_of_the_engine_are_fitted() -> None:
 def test_the_timing_file_is_one_that_the_simulator_reads(tmp_path: Path) -> None:
     alone = singles(TIMING, 512, 0.012, 2e-5)
     measured = Measured(grid(), alone, [outcome(4, 0.03)], NO_TRANSFERS)
-    fitted = fitted_timing(measured, 512)
+    fitted = fitted_timing(measured)
     path = tmp_path / "timing.yaml"
     path.write_text("".join(yaml_lines(fitted)))
     assert predicted_seconds(grid(), read_timing(path)) == pytest.approx(grid().seconds, rel=1e-3)

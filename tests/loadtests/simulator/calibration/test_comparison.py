@@ -108,7 +108,7 @@ def test_a_burst_arrives_at_once_and_a_steady_load_over_time() -> None:
 
 
 def test_the_time_outside_of_the_engine_delays_the_first_token() -> None:
-    given = Arrangement({"mixed": 1}, 8, 200, 0.0, 0.0, 0.0)
+    given = Arrangement({"mixed": 1}, 8, 512, 200, 0.0, 0.0, 0.0)
     load = load_of(Playing(rate=float("inf"), num_requests=3, input_len="16", output_len="4"), 0)
     timing = Timing(launch=0.01, weights=0.0, token=0.0, pair=0.0, kv_token=0.0)
     plain = simulated(load, given, timing, Served())
@@ -121,16 +121,20 @@ def test_the_time_outside_of_the_engine_delays_the_first_token() -> None:
 
 
 def test_the_arrangement_is_read_from_the_status() -> None:
-    numbers = {"places": 64, "blocks": {"used": 3, "free": 97}}
+    numbers = {"places": 64, "max_batched_tokens": 512, "blocks": {"used": 3, "free": 97}}
     workers = [
         {"role": "prefill", "state": "ready", "numbers": numbers},
-        {"role": "decode", "state": "ready", "numbers": {**numbers, "places": 32}},
+        {
+            "role": "decode",
+            "state": "ready",
+            "numbers": {**numbers, "places": 32, "max_batched_tokens": 256},
+        },
         {"role": "decode", "state": "draining", "numbers": numbers},
         {"role": "", "state": "down", "numbers": None},
     ]
     cost = {"bytes_per_token": 512.0, "bytes_per_second": 1e9, "fixed_seconds": 0.002}
     found = arrangement_of({"workers": workers, "kv_transfer_cost": cost})
-    assert found == Arrangement({"prefill": 1, "decode": 1}, 32, 100, 512.0, 1e9, 0.002)
+    assert found == Arrangement({"prefill": 1, "decode": 1}, 32, 256, 100, 512.0, 1e9, 0.002)
     with pytest.raises(ServerUnusable):
         arrangement_of({"workers": workers[2:], "kv_transfer_cost": cost})
 
