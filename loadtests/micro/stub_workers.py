@@ -107,6 +107,9 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
                 await context.abort(grpc.StatusCode.UNAUTHENTICATED, "invalid bearer token")
         hello = (await anext(aiter(requests))).hello
         session = self.session(hello.router)
+        if hello.cache_events:  # the stub has cached no blocks
+            snapshot = pb.CacheSnapshot(incarnation=self.welcome().incarnation, last=True)
+            session.send(pb.ToRouter(cache_snapshot=snapshot))
         self.sessions.append(session)
         tasks = [asyncio.create_task(session.write(context)), asyncio.create_task(session.step())]
         try:

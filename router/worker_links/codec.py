@@ -98,7 +98,7 @@ def _decode_tokens(step: pb.Step) -> ev.TokenColumns:
 def decode_cache_events(worker: str, message: pb.CacheEvents) -> CacheEvents:
     """Decode the cache events of a Step."""
     changes = [
-        CacheChange(change.evicted[:], change.stored[:], change.parents[:])
+        CacheChange(change.evicted[:], change.stored[:], change.parents[:], change.lengths[:])
         for change in message.changes
     ]
     return CacheEvents(worker, message.incarnation, message.first, changes)

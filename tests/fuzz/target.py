@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from penstock.protos import worker_pb2 as pb
 from penstock.router.api.admin import admin_app
 from penstock.router.api.openai.routes import openai_app
 from penstock.router.config import RouterConfig
@@ -324,11 +325,20 @@ async def _companion(served: Served) -> bytes:
     )
 
 
+class EmptyWorker(StubWorker):
+    """A stub that reports that it has cached no blocks; otherwise the router logs warnings."""
+
+    async def _step(self) -> None:
+        snapshot = pb.CacheSnapshot(incarnation=self.welcome.incarnation, last=True)
+        self.send(pb.ToRouter(cache_snapshot=snapshot))
+        await super()._step()
+
+
 @contextlib.asynccontextmanager
 async def target(folder: Path) -> AsyncIterator[Target]:
     """Serve a router with two stub workers and keys, and prepare the companion stream."""
     peers: dict[str, StubWorker] = {}
-    workers = [StubWorker(name, answer=answer, peers=peers) for name in WORKERS]
+    workers = [EmptyWorker(name, answer=answer, peers=peers) for name in WORKERS]
     for worker in workers:
         worker.welcome.max_model_len = MODEL_LEN
         worker.welcome.vocab_size = 400

@@ -21,6 +21,7 @@ from penstock.router.routing.events import (
     WorkerUp,
 )
 from penstock.router.routing.placement.routing_strategies import policy_of
+from penstock.router.routing.prefix_cache.cache_events import CacheSnapshot
 from penstock.router.routing.transfer_peers import TransferEndpoint
 from tests.support.columns import NewToken, columns_of
 from tests.support.router_world import info_of
@@ -44,6 +45,9 @@ class Router:
         self.dispatcher.check()
         while event != AssignWaiting() and self.dispatcher.has_more_to_assign:
             commands += self(AssignWaiting())
+        if isinstance(event, WorkerUp):  # the worker has cached no blocks
+            info = event.info
+            commands += self(CacheSnapshot(info.worker, info.incarnation, 0, 0, True, ()))
         return commands
 
     def arrive(self, number: int = 1, num_prompt: int = 3, **fields: object) -> list[Command]:

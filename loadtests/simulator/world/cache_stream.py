@@ -68,7 +68,7 @@ class CacheStream:
             return
         if (change := report.change) is not None:
             self._next_number = change.number + 1
-            changes = [CacheChange(change.evicted, change.stored, change.parents)]
+            changes = [CacheChange(change.evicted, change.stored, change.parents, change.lengths)]
             for session in self._live.values():
                 self._send_changes(session, self._events(change.number, changes))
         if report.snapshot is not None:

@@ -288,6 +288,8 @@ class Router:
             case ev.CloseStream():
                 if command.worker in self._links:
                     self._links[command.worker].close()
+            case ResyncCache() if not self.hash_key:
+                pass  # workers report no cached blocks to this router
             case ev.Submit() | ev.Yield() | ev.Send() | ev.Drop() | ResyncCache():
                 if command.worker in self._links:
                     self._links[command.worker].send(command)

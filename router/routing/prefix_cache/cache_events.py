@@ -20,6 +20,7 @@ class CacheChange:
     # For each chain, the block before its first block. The value is 0 if there is no such block, or
     # if it is not cached.
     parents: Sequence[int] = ()
+    lengths: Sequence[int] = ()  # number of blocks of each chain
 
 
 @dataclass(frozen=True, slots=True)

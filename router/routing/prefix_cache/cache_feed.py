@@ -3,12 +3,14 @@
 A worker sends a snapshot after its stream has opened, and then every change. If a change is missing
 or contradicts the index, the feed removes all blocks of the worker from the index and requests a
 new snapshot. Until the snapshot has arrived, the worker is treated as a worker without cached
-blocks. Placement may then miss a cached prefix, but never expects one that does not exist.
+blocks. While the chunks of the snapshot arrive, the index has the blocks of the chunks so far.
+Placement may then miss a cached prefix, but never expects one that does not exist.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import partial
 
 from penstock.router.routing.prefix_cache.cache_events import (
     CacheChange,
@@ -17,6 +19,7 @@ from penstock.router.routing.prefix_cache.cache_events import (
     ResyncCache,
 )
 from penstock.router.routing.prefix_cache.prefix_index import PrefixIndex
+from penstock.router.routing.prefix_cache.stored_chains import error_in_chains
 
 MIN_RESYNC_SECONDS, MAX_RESYNC_SECONDS = 1.0, 60.0
 """Smallest and largest pause after a request for a snapshot of one worker. The pause doubles with
@@ -24,12 +27,12 @@ each request, so that a worker that sends wrong events causes little work. It is
 smallest one if no request follows for `MAX_RESYNC_SECONDS` after the end of a pause."""
 
 SNAPSHOT_SECONDS = 10.0
-"""Time limit for a snapshot. If changes arrive after this time instead, it is requested again."""
+"""Time limit for a complete snapshot, from its request. After this time, it is requested again."""
 
 
 class _State(Enum):
     AWAITING = auto()  # no snapshot yet, so changes are ignored
-    LOADING = auto()  # some chunks of the snapshot have arrived
+    LOADING = auto()  # the index has some chunks of the snapshot, but not all of them
     LIVE = auto()  # the index has all blocks that the worker has reported
     STALE = auto()  # the index was wrong, and the next request for a snapshot is not due yet
 
@@ -83,15 +86,9 @@ class CacheFeed:
     def apply_events(self, events: CacheEvents, now: float) -> ResyncCache | None:
         """Apply changes; return a command if a snapshot is needed."""
         feed = self._feeds.get(events.worker)
-        if feed is None or feed.state is _State.STALE:
+        if feed is None or feed.state in (_State.STALE, _State.AWAITING):
             return None
         try:
-            if feed.state is _State.AWAITING:
-                if now - feed.awaiting_since > SNAPSHOT_SECONDS:
-                    raise _Inconsistent(
-                        "cache changes arrived, but the requested snapshot did not arrive in time"
-                    )
-                return None
             self._check_incarnation(feed, events.incarnation)
             if feed.state is _State.LOADING:
                 raise _Inconsistent("cache changes arrived between the chunks of a snapshot")
@@ -101,8 +98,7 @@ class CacheFeed:
                     f"expected cache change {feed.next_number}, received {events.first}"
                 )
             for change in events.changes:
-                self._apply(events.worker, change)
-                self._check_capacity(events.worker, feed)
+                self._apply(events.worker, change, feed)
         except _Inconsistent as error:
             return self._resync(events.worker, feed, str(error), now)
         feed.next_number += len(events.changes)
@@ -116,8 +112,7 @@ class CacheFeed:
         try:
             self._check_incarnation(feed, snapshot.incarnation)
             self._check_chunk(feed, snapshot)
-            self._index.store(worker, snapshot.hashes)
-            self._check_capacity(worker, feed)
+            self._store(worker, snapshot.hashes, feed)
         except _Inconsistent as error:
             return self._resync(worker, feed, str(error), now)
         feed.next_number = snapshot.next_number
@@ -126,16 +121,23 @@ class CacheFeed:
         return None
 
     def due_resyncs(self, now: float) -> Sequence[ResyncCache]:
-        """Return the delayed requests for snapshots that are due now."""
-        return [
-            self._request(worker, feed, now)
-            for worker, feed in self._feeds.items()
-            if feed.state is _State.STALE and now >= feed.resync_at
-        ]
+        """Return the requests for snapshots that are due now.
+
+        These are delayed requests, and requests for snapshots that did not arrive in time.
+        """
+        due = []
+        for worker, feed in self._feeds.items():
+            is_expected = feed.state in (_State.AWAITING, _State.LOADING)
+            if is_expected and now - feed.awaiting_since > SNAPSHOT_SECONDS:
+                reason = "the cache snapshot did not arrive completely within "
+                self._forget(worker, feed, f"{reason}{SNAPSHOT_SECONDS:g} s")
+            if feed.state is _State.STALE and now >= feed.resync_at:
+                due.append(self._request(worker, feed, now))
+        return due
 
     # -------------------------------------------------------------- checks
 
-    def _apply(self, worker: str, change: CacheChange) -> None:
+    def _apply(self, worker: str, change: CacheChange, feed: _Feed) -> None:
         index = self._index
         if change.evicted:
             before = index.num_blocks(worker)
@@ -144,13 +146,23 @@ class CacheFeed:
                 raise _Inconsistent(
                     "the worker reported the eviction of a block that is not in the index"
                 )
+        if error := error_in_chains(change, partial(index.holds, worker)):
+            raise _Inconsistent(error)
         if change.stored:
-            index.store(worker, change.stored)
-        for parent in change.parents:
-            if parent and not index.holds(worker, parent):
-                raise _Inconsistent(
-                    "the worker reported a stored block whose parent block is not in the index"
-                )
+            self._store(worker, change.stored, feed)
+
+    def _store(self, worker: str, hashes: Sequence[int], feed: _Feed) -> None:
+        """Add blocks to the index; the worker must have none of them yet, and room for them all."""
+        index = self._index
+        num = index.num_blocks(worker) + len(hashes)
+        if num > feed.capacity:
+            raise _Inconsistent(
+                f"the worker reported {num} stored blocks, but its cache has only {feed.capacity} "
+                "blocks"
+            )
+        index.store(worker, hashes)
+        if index.num_blocks(worker) != num:
+            raise _Inconsistent("the worker stored a block that is in the index already")
 
     def _check_incarnation(self, feed: _Feed, incarnation: str) -> None:
         if incarnation != feed.incarnation:
@@ -169,14 +181,8 @@ class CacheFeed:
             raise _Inconsistent(
                 "chunks of different cache snapshots arrived where one snapshot was expected"
             )
-
-    def _check_capacity(self, worker: str, feed: _Feed) -> None:
-        num = self._index.num_blocks(worker)
-        if num > feed.capacity:
-            raise _Inconsistent(
-                f"the worker reported {num} stored blocks, but its cache has only {feed.capacity} "
-                "blocks"
-            )
+        if not snapshot.hashes and not (snapshot.is_last and snapshot.chunk == 0):
+            raise _Inconsistent("a cache snapshot has an empty chunk")
 
     # -------------------------------------------------------------- requests for snapshots
 
@@ -185,9 +191,13 @@ class CacheFeed:
 
         The request is sent now, or after the current pause between requests.
         """
+        self._forget(worker, feed, reason)
+        return self._request(worker, feed, now) if now >= feed.resync_at else None
+
+    def _forget(self, worker: str, feed: _Feed, reason: str) -> None:
+        """Remove a worker's blocks. Its events are ignored until a snapshot is requested."""
         self._index.clear(worker)
         feed.state, feed.reason = _State.STALE, reason
-        return self._request(worker, feed, now) if now >= feed.resync_at else None
 
     def _request(self, worker: str, feed: _Feed, now: float) -> ResyncCache:
         if now - feed.resync_at > MAX_RESYNC_SECONDS:

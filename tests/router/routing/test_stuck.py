@@ -18,7 +18,7 @@ from penstock.router.routing.events import (
     WorkerUp,
     Yielded,
 )
-from penstock.router.routing.prefix_cache.cache_events import CacheSnapshot
+from penstock.router.routing.prefix_cache.cache_events import CacheChange, CacheEvents
 from penstock.router.routing.worker_registry import LivenessBounds
 from tests.support.router_harness import AT, D, M, N, P, Router, ends, submits
 from tests.support.router_world import info_of
@@ -177,7 +177,8 @@ def test_worker_is_stuck_only_after_the_timeout_without_a_step(
 def test_last_worker_is_closed_as_stuck_although_it_has_the_prompt_of_a_queued_request() -> None:
     router = Router(M)
     hashes, size = [11, 12, 13], M.block_size
-    router(CacheSnapshot("m", M.incarnation, 1, 0, True, hashes))
+    change = CacheChange(stored=hashes, parents=[0], lengths=[3])
+    router(CacheEvents("m", M.incarnation, 0, [change]))
     for number in range(1, M.max_sequences + 2):
         router.arrive(number, num_prompt=3 * size + 1, prompt_hashes={size: hashes})
     assert router.dispatcher.num_queued == 1

@@ -28,6 +28,7 @@ from penstock.router.routing.events import (
     Yield,
 )
 from penstock.router.routing.placement.routing_strategies import policy_of
+from penstock.router.routing.prefix_cache.cache_events import CacheSnapshot
 from penstock.router.routing.worker_registry import LivenessBounds, WorkerRegistry
 from tests.support.columns import tokens_of
 from tests.support.fake_worker import FakeWorker, reference
@@ -68,6 +69,8 @@ class Shared:
         for router in self.routers:
             for info in infos:
                 self.send_event(router, WorkerUp(info))
+                no_blocks = CacheSnapshot(info.worker, info.incarnation, 0, 0, True, ())
+                self.send_event(router, no_blocks)
 
     def send_event(self, router: Router, event: Event) -> None:
         for command in router.dispatcher.handle(event, self.now):

@@ -204,8 +204,7 @@ def test_cache_events_of_a_step_are_decoded_in_order() -> None:
         pb.CacheChange(stored=[1, 2, 5], parents=[3, 0], lengths=[2, 1]),
     ]
     message = pb.CacheEvents(incarnation="i", first=4, changes=changes)
-    expected = [CacheChange(evicted=[7, 8], stored=[], parents=[])]
-    expected.append(CacheChange(evicted=[], stored=[1, 2, 5], parents=[3, 0]))
+    expected = [CacheChange([7, 8], [], [], []), CacheChange([], [1, 2, 5], [3, 0], [2, 1])]
     assert codec.decode_cache_events("w", message) == CacheEvents("w", "i", 4, expected)
 
 

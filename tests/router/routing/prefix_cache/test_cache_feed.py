@@ -4,7 +4,7 @@ import itertools
 import re
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import settings
@@ -16,8 +16,13 @@ from penstock.router.routing.prefix_cache.cache_events import (
     CacheChange,
     CacheEvents,
     CacheSnapshot,
+    ResyncCache,
 )
-from penstock.router.routing.prefix_cache.cache_feed import MAX_RESYNC_SECONDS, CacheFeed
+from penstock.router.routing.prefix_cache.cache_feed import (
+    MAX_RESYNC_SECONDS,
+    SNAPSHOT_SECONDS,
+    CacheFeed,
+)
 from penstock.router.routing.prefix_cache.prefix_index import PrefixIndex
 from penstock.workers.scheduling.cache_report import CacheReporter
 from penstock.workers.scheduling.kv_pool import BlockPool
@@ -35,7 +40,11 @@ def events(first: int, *changes: CacheChange, incarnation: str = "w-1") -> Cache
 
 
 def stored(parent: int, hashes: Sequence[int]) -> CacheChange:
-    return CacheChange(stored=hashes, parents=[parent])
+    return CacheChange(stored=hashes, parents=[parent], lengths=[len(hashes)])
+
+
+def chains(stored: Sequence[int], parents: Sequence[int], lengths: Sequence[int]) -> CacheEvents:
+    return events(0, CacheChange((), stored, parents, lengths))
 
 
 def evicted(*hashes: int) -> CacheChange:
@@ -55,12 +64,18 @@ def following(*hashes: int) -> tuple[PrefixIndex, CacheFeed]:
 
 def test_changes_are_applied_in_order() -> None:
     index, feed = following(1, 2)
-    both = CacheChange(evicted=[2], stored=[3, 4, 9], parents=[1, 0])
+    both = CacheChange(evicted=[2], stored=[3, 4, 9], parents=[1, 0], lengths=[2, 1])
     assert feed.apply_events(events(0, both, evicted(9), stored(4, [5])), 0.0) is None
     assert index.match([1, 3, 4, 5]) == {"w": 4}
     assert index.num_blocks("w") == 4
     assert feed.apply_events(events(3, evicted(4, 5)), 0.0) is None
     assert index.match([1, 3, 4]) == {"w": 2}
+
+
+def test_chains_of_one_change_may_continue_each_other_in_any_order() -> None:
+    index, feed = following(1)
+    assert feed.apply_events(chains([4, 3, 2], [3, 2, 1], [1, 1, 1]), 0.0) is None
+    assert index.match([1, 2, 3, 4]) == {"w": 4}
 
 
 def test_snapshot_arrives_in_chunks() -> None:
@@ -96,6 +111,24 @@ def test_snapshot_arrives_in_chunks() -> None:
             events(0, stored(0, [3, 4, 5])),
             "the worker reported 5 stored blocks, but its cache has only 4 blocks",
         ),
+        (chains([3], [], []), "chains of 0 blocks, but it stored 1"),
+        (chains([3, 4], [2, 0], [1]), "2 chains of stored blocks, but the lengths of 1"),
+        (chains([3, 4], [2], [1]), "chains of 1 blocks, but it stored 2"),
+        (chains([3], [2, 0], [1, 0]), "an empty chain of stored blocks"),
+        (chains([], [2], [0]), "an empty chain of stored blocks"),
+        (chains([3], [3], [1]), "stored blocks that follow themselves"),
+        (chains([3, 4], [4], [2]), "stored blocks that follow themselves"),
+        (chains([3, 4], [4, 3], [1, 1]), "stored blocks that follow themselves"),
+        (chains([1], [0], [1]), "stored a block that is in the index already"),
+        (chains([3, 3], [2], [2]), "stored a block that is in the index already"),
+        (
+            events(0, CacheChange([2], [2], [1], [1])),
+            "stored and evicted the same block in one change",
+        ),
+        (
+            events(0, CacheChange([2], [3], [2], [1])),
+            "the worker reported a stored block whose parent block is not in the index",
+        ),
         (events(0, incarnation="w-0"), "another incarnation of the worker: 'w-0'"),
         (snapshot(1), "a cache snapshot arrived that was not requested"),
     ],
@@ -125,6 +158,10 @@ def test_bad_event_leads_to_no_blocks_and_a_request_for_a_snapshot(
         snapshot(2, chunk=2),
         snapshot(2, chunk=1, number=4),
         snapshot(2, 3, 4, 5, chunk=1),
+        snapshot(2, 2, chunk=1),
+        snapshot(1, chunk=1),
+        snapshot(chunk=1, last=False),
+        snapshot(chunk=1),
         events(0, stored(0, [3])),
     ],
 )
@@ -144,18 +181,36 @@ def test_bad_chunk_of_a_snapshot_leads_to_another_snapshot(
     assert feed.is_current("w")
 
 
-def test_snapshot_that_never_arrived_is_requested_when_changes_arrive() -> None:
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_snapshot_that_does_not_arrive_completely_in_time_is_requested_again(
+    has_begun: bool,
+) -> None:
     index = PrefixIndex()
     feed = CacheFeed(index)
     feed.worker_up("w", "w-1", CAPACITY, 5.0)
-    assert feed.apply_events(events(3, stored(0, [7])), 14.9) is None
-    resync = feed.apply_events(events(4), 15.1)
-    assert resync is not None
-    assert (
-        resync.reason == "cache changes arrived, but the requested snapshot did not arrive in time"
-    )
+    if has_begun:
+        assert feed.apply_snapshot(snapshot(1, last=False), 14.0) is None
+    else:
+        assert feed.apply_events(events(3, stored(0, [7])), 14.0) is None
+    assert feed.due_resyncs(14.9) == []
+    (resync,) = feed.due_resyncs(15.1)
+    assert resync == ResyncCache("w", "the cache snapshot did not arrive completely within 10 s")
+    assert index.num_blocks("w") == 0
+    assert feed.due_resyncs(15.2) == []
     assert feed.apply_snapshot(snapshot(1), 15.2) is None
     assert feed.is_current("w")
+    assert feed.due_resyncs(99.0) == []
+
+
+def test_requests_for_a_snapshot_that_never_arrives_become_rare() -> None:
+    feed = CacheFeed(PrefixIndex())
+    feed.worker_up("w", "w-1", CAPACITY, 0.0)
+    times = [tick / 10 for tick in range(6000) if feed.due_resyncs(tick / 10)]
+    assert times[0] == pytest.approx(SNAPSHOT_SECONDS + 0.1)
+    pauses = [later - earlier for earlier, later in itertools.pairwise(times)]
+    assert pauses[:2] == pytest.approx([SNAPSHOT_SECONDS, SNAPSHOT_SECONDS], abs=0.11)
+    assert pauses[-1] == pytest.approx(MAX_RESYNC_SECONDS)
+    assert len(times) < 16
 
 
 def test_requests_for_snapshots_of_a_lying_worker_become_rare() -> None:
@@ -195,6 +250,10 @@ def test_lost_worker_has_no_blocks_and_its_late_events_are_ignored() -> None:
 
 
 # ------------------------------------------------------------------ feed and pool together
+
+
+LAST_NAME = 90
+"""Name of the block that the last event stores."""
 
 
 @dataclass
@@ -263,7 +322,9 @@ class FeedMachine(RuleBasedStateMachine):
             return
         for router in self.routers:
             if router.is_live and (change := report.change) is not None:
-                listed = [CacheChange(change.evicted, change.stored, change.parents)]
+                listed = [
+                    CacheChange(change.evicted, change.stored, change.parents, change.lengths)
+                ]
                 router.messages.append(CacheEvents("w", self.incarnation, change.number, listed))
             elif not router.is_live and report.snapshot is not None:
                 router.is_live = True
@@ -285,12 +346,19 @@ class FeedMachine(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 1), fault=st.sampled_from(["lose", "duplicate", "swap"]))
     def disturb(self, number: int, fault: str) -> None:
+        """Disturb the first messages.
+
+        The last message stays, or is replaced by a message `without_changes`. Streams
+        number their messages, so a router never misses a last message without notice.
+        """
         messages = self.routers[number].messages
         if fault == "lose" and messages:
-            messages.popleft()
+            lost = messages.popleft()
+            if not messages and isinstance(lost, CacheEvents):
+                messages.append(without_changes(lost))
         elif fault == "duplicate" and messages:
             messages.insert(0, messages[0])
-        elif fault == "swap" and len(messages) > 1:
+        elif fault == "swap" and len(messages) > 2:
             messages[0], messages[1] = messages[1], messages[0]
 
     @rule(number=st.integers(0, 1), restarts=st.booleans())
@@ -315,10 +383,19 @@ class FeedMachine(RuleBasedStateMachine):
             assert router.index.num_blocks("w") <= CAPACITY
 
     def teardown(self) -> None:
-        """Once all messages have been read, each router's index equals the worker's pool."""
-        for number in range(9):
-            # Cache one more block. Its event shows a router that an earlier event is missing.
-            cache(self.pool, (90 + number,))
+        """Once all messages have been read, each router's index equals the worker's pool.
+
+        This holds even if a router then loses the last event.
+        """
+        self.settle()
+        cache(self.pool, (LAST_NAME,))
+        self.report(chunk_size=2)
+        assert self.routers[0].messages, "the worker reports each new block"
+        self.disturb(0, "lose")
+        self.settle()
+
+    def settle(self) -> None:
+        for _ in range(9):
             self.wait(70.0)
             self.report(chunk_size=2)
             for router in self.routers:
@@ -332,8 +409,13 @@ class FeedMachine(RuleBasedStateMachine):
         names: list[tuple[int, ...]] = [(), (0,), (1,), (2,)]
         for _ in range(3):
             names = [*names, *((*one, last) for one in names for last in range(3))]
-        names += [(90 + number,) for number in range(9)]
+        names.append((LAST_NAME,))
         return short_hashes({chain(*one)[-1] for one in names if one})
+
+
+def without_changes(lost: CacheEvents) -> CacheEvents:
+    """Return the events that a worker sends instead of changes that a slow router has not read."""
+    return replace(lost, first=lost.first + len(lost.changes), changes=())
 
 
 def assert_equal(index: PrefixIndex, published: set[int], known: Sequence[int]) -> None:
