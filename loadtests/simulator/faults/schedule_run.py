@@ -141,6 +141,9 @@ class ScheduleRun:
 
         Routers may have to wait before they request a snapshot.
         """
+        for worker in self._workers.values():
+            worker.cache_stream.reveal_omissions()
+        self.clock.run(self.clock.now + 1.0)
         bound = self.clock.now + 2 * MAX_RESYNC_SECONDS
         while self.clock.now < bound and not all(
             router.dispatcher.cache_feed.is_current(worker.info.worker)

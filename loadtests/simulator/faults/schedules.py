@@ -114,6 +114,13 @@ KINDS = (
     *("lose events", "repeat events", "forge events"),
 )
 
+VARIANTS = {
+    "lose events": ("lose events", "omit events"),
+    "forge events": ("forge events", "corrupt events"),
+}
+"""Kinds of faults that may replace a kind of `KINDS`; see `CacheStream.add_fault`. They are drawn
+with a separate generator, so that all other faults remain the same."""
+
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
@@ -243,6 +250,7 @@ def _limited(seed: int, plan: RequestPlan) -> RequestPlan:
 def _fault(seed: int, number: int, num_workers: int, num_routers: int) -> Fault:
     rng = Random(f"fault {seed} {number}")
     kind = rng.choice(KINDS)
+    kind = Random(f"variant {seed} {number}").choice(VARIANTS.get(kind, (kind,)))
     others = num_routers if kind.endswith(("stream", "events")) else num_workers
     return Fault(
         number=number,

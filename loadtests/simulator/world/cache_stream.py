@@ -21,6 +21,17 @@ from penstock.workers.scheduling.kv_pool import BlockPool
 CHUNK_BLOCKS = 8
 """Blocks in a message of a snapshot; few, so that small pools have several messages."""
 
+CONTRADICTIONS = (
+    CacheChange(evicted=[1]),
+    CacheChange(stored=[1]),
+    CacheChange(stored=[1], parents=[1], lengths=[1]),
+    CacheChange(stored=[1, 2], parents=[2, 1], lengths=[1, 1]),
+    CacheChange(stored=[1, 1], parents=[0], lengths=[2]),
+    CacheChange(stored=[1], parents=[2], lengths=[1]),
+    CacheChange(stored=range(1, 1000), parents=[0], lengths=[999]),
+)
+"""Changes that no worker can report. Block hashes are almost never this small."""
+
 
 class CacheStream:
     """Sends the cached blocks of one worker to the routers that subscribe.
@@ -44,6 +55,7 @@ class CacheStream:
         self._next_number = 0  # number of the next change of the cache
         # For each router, how many faults of each kind are left.
         self._faults: dict[str, Counter[str]] = {}
+        self._omitted: set[int] = set()  # sessions whose last changes were omitted
 
     def open(self, session: Session) -> None:
         """Subscribe a router."""
@@ -82,16 +94,36 @@ class CacheStream:
 
         Args:
             router: name of the router.
-            how: "lose": drop the changes, as for a router that reads too slowly. "repeat": send
-                them twice. "forge": send as many changes of another incarnation.
+            how: "lose": drop the changes, as for a router that reads too slowly. "omit": drop the
+                changes without notice. "repeat": send them twice. "forge": send as many changes of
+                another incarnation. "corrupt": send a change that contradicts the cached blocks.
         """
         self._faults.setdefault(router, Counter())[how] += 1
 
+    def reveal_omissions(self) -> None:
+        """Send the number of the next change to the routers whose last changes were omitted.
+
+        Later changes would reveal the omission as well.
+        """
+        for number in self._omitted & self._live.keys():
+            self._live[number].send(self._events(self._next_number, []), self._clock.now)
+        self._omitted.clear()
+
     def _send_changes(self, session: Session, events: CacheEvents) -> None:
         faults, now = self._faults.pop(session.router, Counter()), self._clock.now
+        self._omitted.discard(session.number)
+        if faults["omit"]:
+            self._omitted.add(session.number)
+            return
         if faults["forge"]:
-            changes = [CacheChange(stored=[number + 1]) for number in range(len(events.changes))]
+            changes = [
+                CacheChange(stored=[number + 1], parents=[0], lengths=[1])
+                for number in range(len(events.changes))
+            ]
             events = self._events(events.first, changes, incarnation="forged")
+        if faults["corrupt"]:
+            change = CONTRADICTIONS[events.first % len(CONTRADICTIONS)]
+            events = self._events(events.first, [change])
         if faults["lose"]:
             events = self._events(self._next_number, [])
         for _ in range(2 if faults["repeat"] else 1):

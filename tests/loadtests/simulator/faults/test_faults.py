@@ -20,6 +20,7 @@ from penstock.loadtests.simulator.world import network, rank_pairs
 from penstock.loadtests.simulator.world.session import Session
 from penstock.loadtests.simulator.world.worker import Worker
 from penstock.router.routing import request_state, token_log
+from penstock.router.routing.prefix_cache import cache_feed
 from penstock.router.routing.prefix_cache.cache_events import CacheEvents, ResyncCache
 from penstock.router.routing.prefix_cache.cache_feed import CacheFeed
 from penstock.router.routing.prefix_cache.prefix_index import PrefixIndex
@@ -213,6 +214,11 @@ def ignore_incarnations_of_cache_events(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(CacheFeed, "_check_incarnation", lambda self, feed, incarnation: None)
 
 
+def ignore_contradictions_in_cache_events(patch: pytest.MonkeyPatch) -> None:
+    """Inject a bug: a router stores blocks although no worker can report them like this."""
+    patch.setattr(cache_feed, "error_in_chains", lambda change, holds: "")
+
+
 def keep_blocks_of_lost_workers(patch: pytest.MonkeyPatch) -> None:
     """Inject a bug: the prefix index keeps the blocks of a worker's earlier stream."""
     patch.setattr(PrefixIndex, "clear", lambda self, worker: None)
@@ -268,6 +274,7 @@ BUGS: Sequence[Inject] = (
     keep_masks_of_earlier_sequences,
     ignore_gaps_of_cache_events,
     ignore_incarnations_of_cache_events,
+    ignore_contradictions_in_cache_events,
     keep_blocks_of_lost_workers,
     omit_evictions,
     deliver_duplicates,
