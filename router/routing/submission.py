@@ -85,12 +85,12 @@ class Submissions:
         """Record and deliver the number of prompt tokens that the first worker had cached.
 
         Later numbers are ignored, because they include blocks that this request itself has
-        computed.
+        computed. A worker cannot have cached more tokens than the prompt has.
         """
         is_held = self._is_running(worker, attempt) or self._is_pending(worker, attempt)
         if is_held and self.num_cached is None:
-            self.num_cached = num_tokens
-            out.append(DeliverPrompt(self.request.id, num_cached=num_tokens))
+            self.num_cached = min(num_tokens, len(self.request.prompt))
+            out.append(DeliverPrompt(self.request.id, num_cached=self.num_cached))
 
     def is_receiving(self, worker: str) -> bool:
         """Whether a KV transfer of this request to `worker` is in progress."""

@@ -53,7 +53,8 @@ class TokenLog:
         """Append the prompt logprobs that are not yet known, and deliver them to the client."""
         if scored.position > self.prompt_known:
             return AppendResult.GAP
-        new = scored.logprobs[self.prompt_known - scored.position :]
+        start, num_prompt = scored.position, len(self._request.prompt)
+        new = scored.logprobs[self.prompt_known - start : num_prompt - start]
         if not new:
             return AppendResult.DUPLICATE
         self.prompt_known += len(new)

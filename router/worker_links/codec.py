@@ -17,12 +17,22 @@ from penstock.router.routing.prefix_cache.cache_events import (
     ResyncCache,
 )
 from penstock.router.routing.transfer_peers import ConnectPeers, TransferEndpoint
+from penstock.router.worker_links.message_checks import (
+    check_load,
+    check_logprobs,
+    check_welcome,
+)
 
 FINISHES = frozenset(ev.Finish)
 
 
 def decode_welcome(welcome: pb.Welcome) -> ev.WorkerInfo:
-    """Decode a Welcome message into a `WorkerInfo`."""
+    """Decode a Welcome message into a `WorkerInfo`.
+
+    Raises:
+        ValueError: the message has values that no worker can have.
+    """
+    check_welcome(welcome)
     return ev.WorkerInfo(
         worker=welcome.worker,
         incarnation=welcome.incarnation,
@@ -44,8 +54,13 @@ def decode_step(worker: str, step: pb.Step) -> ev.Stepped:
     """Decode a Step message into a `Stepped` event.
 
     Raises:
-        ValueError: the arrays of the message differ in length, or a finish reason is unknown.
+        ValueError: the arrays of the message differ in length, a finish reason is unknown, or the
+            load or the logprobs are impossible.
     """
+    check_load(step.load)
+    check_logprobs(step.logprobs)
+    for prompt in step.prompts:
+        check_logprobs(prompt.entries)
     return ev.Stepped(
         worker,
         _decode_tokens(step),

@@ -221,9 +221,10 @@ class WorkerLink:
             raise LinkBroken(
                 f"another worker, {welcome.worker!r}, answers at this address: check the addresses"
             )
+        info, load = codec.decode_welcome(welcome), decode_worker_load(welcome.load)
         self._on_welcome(welcome)
         self._is_up = True
-        self.info, self.load = codec.decode_welcome(welcome), decode_worker_load(welcome.load)
+        self.info, self.load = info, load
         self._post(ev.WorkerUp(self.info, self.load))
 
     async def _exchange(self, call: grpc.aio.StreamStreamCall) -> None:

@@ -177,7 +177,8 @@ class World:
             case Stepped():
                 for request, attempt, num_tokens in event.cached:
                     if (request, attempt) not in self.superseded:
-                        self.first_cached.setdefault(request, num_tokens)
+                        num_prompt = len(self.clients[request].request.prompt)
+                        self.first_cached.setdefault(request, min(num_tokens, num_prompt))
                 return {
                     (token.request, token.choice, token.position)
                     for token in tokens_of(event.tokens)

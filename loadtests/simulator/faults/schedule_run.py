@@ -137,10 +137,7 @@ class ScheduleRun:
         self._check_rest()
 
     def _run_until_caches_are_known(self) -> None:
-        """Run until routers have the snapshots of cached blocks that they need.
-
-        Routers may have to wait before they request a snapshot.
-        """
+        """Run until routers have the snapshots that they need; their requests may have to wait."""
         for worker in self._workers.values():
             worker.cache_stream.reveal_omissions()
         self.clock.run(self.clock.now + 1.0)

@@ -37,6 +37,12 @@ def test_number_is_delivered_before_the_tokens_of_the_same_step() -> None:
     assert numbers_in(commands) == [8]
 
 
+def test_number_is_at_most_the_length_of_the_prompt() -> None:
+    router = Router(M)
+    router.arrive(num_prompt=9)
+    assert numbers_in(router(admitted("m", 1, 1000))) == [9]
+
+
 def test_request_that_is_admitted_again_keeps_its_first_number() -> None:
     router = Router(M)
     router.arrive(num_prompt=9)

@@ -39,6 +39,13 @@ def test_prompt_logprobs_are_delivered_once_across_a_worker_loss() -> None:
     assert logprobs_in(router(scored(second, 2, 7, 9))) == ["7", "8"]
 
 
+def test_prompt_logprobs_after_the_prompt_are_ignored() -> None:
+    router = Router(M)
+    router.arrive(num_prompt=5)
+    assert logprobs_in(router(scored("m", 1, 1, 9))) == ["1", "2", "3", "4"]
+    assert logprobs_in(router(scored("m", 1, 5, 9))) == []
+
+
 def test_gap_in_prompt_logprobs_fails_the_attempt() -> None:
     router = Router(M)
     router.arrive(num_prompt=9)

@@ -1,6 +1,8 @@
 """Each command is encoded to its message, and each message decoded to its event."""
 
 from dataclasses import replace
+from math import inf, nan
+from typing import Any
 
 import pytest
 
@@ -17,12 +19,22 @@ from penstock.router.routing.prefix_cache.cache_events import (
 )
 from penstock.router.routing.transfer_peers import ConnectPeers, TransferEndpoint
 from penstock.router.worker_links import codec
+from penstock.router.worker_links.message_checks import SIZES
 
 PARAMS = SamplingParams(temperature=0.5, max_tokens=7, seed=3)
 REQUEST = ev.Request(
     9, [1, 2, 3], PARAMS, num_choices=2, priority=-1, salt=b"tenant", external_id="order-66"
 )
 ENDPOINT = TransferEndpoint("d0", "d0-1", "10.0.0.1:7", "secret")
+WELCOME = pb.Welcome(
+    worker="d0",
+    role="decode",
+    block_size=16,
+    num_blocks=64,
+    max_model_len=512,
+    max_sequences=4,
+    vocab_size=100,
+)
 
 
 def test_submit_carries_every_field() -> None:
@@ -70,9 +82,63 @@ def test_yield_send_and_drop_are_encoded() -> None:
 def test_peers_to_connect_to_are_encoded_and_endpoints_of_workers_decoded() -> None:
     message = codec.encode_command(ConnectPeers("p0", [ENDPOINT]))
     (sent,) = message.connect_peers.destinations
-    assert codec.decode_welcome(pb.Welcome(worker="d0", transfer=sent)).transfer == ENDPOINT
-    assert codec.decode_welcome(pb.Welcome(worker="d0")).transfer is None
+    assert codec.decode_welcome(WELCOME).transfer is None
+    with_endpoint = pb.Welcome(transfer=sent)
+    with_endpoint.MergeFrom(WELCOME)
+    assert codec.decode_welcome(with_endpoint).transfer == ENDPOINT
     assert "secret=" not in repr(ENDPOINT)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        *(
+            ({name: size}, f"the worker reports {name} = {size}: must be from 1 to 2147483647")
+            for name in SIZES
+            for size in (0, 2**31)
+        ),
+        ({"max_batched_tokens": 2**32 - 1}, "max_batched_tokens"),
+        ({"role": "root"}, "unknown role 'root'"),
+        ({"layout": "x" * 5000}, "a text of more than 4096 characters"),
+        ({"transfer": pb.TransferEndpoint(address="x" * 5000)}, "a text of more than 4096"),
+        ({"eos_tokens": range(5000)}, "more than 4096 end tokens"),
+        ({"step_bounds": [0.1, nan]}, "step_bounds that are negative, infinite or NaN"),
+        ({"step_bounds": [0.2, 0.1]}, "step_bounds that are not in ascending order"),
+        ({"step_token_bounds": range(5000)}, "5000 step_token_bounds: too many"),
+        ({"load": pb.Load(step_seconds=inf)}, "a load with a negative or infinite number"),
+    ],
+)
+def test_welcome_with_impossible_values_is_refused(fields: dict[str, Any], message: str) -> None:
+    welcome = pb.Welcome()
+    welcome.CopyFrom(WELCOME)
+    for name in fields:
+        welcome.ClearField(name)
+    welcome.MergeFrom(pb.Welcome(**fields))
+    with pytest.raises(ValueError, match=message):
+        codec.decode_welcome(welcome)
+
+
+@pytest.mark.parametrize("name", ["step_seconds", "prompt_seconds", "expert_imbalance"])
+@pytest.mark.parametrize("value", [-1.0, inf, -inf, nan])
+def test_step_with_an_impossible_load_is_refused(name: str, value: float) -> None:
+    load = pb.Load(**{name: value})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="a load with a negative or infinite number, or a NaN"):
+        codec.decode_event("w", pb.ToRouter(step=pb.Step(load=load)))
+
+
+@pytest.mark.parametrize("field", ["logprobs", "prompts"])
+def test_logprobs_without_tokens_are_refused(field: str) -> None:
+    entries = [pb.TokenLogprobs(tokens=[1, 2], values=[-1.0])]
+    found = entries if field == "logprobs" else [pb.PromptLogprobs(entries=entries)]
+    with pytest.raises(ValueError, match="different numbers of tokens and logprobs"):
+        codec.decode_event("w", pb.ToRouter(step=pb.Step(**{field: found})))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["step_counts", "step_token_counts"])
+def test_histogram_with_too_many_buckets_is_refused(name: str) -> None:
+    load = pb.Load(**{name: [1] * 5000})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="a histogram of more than 4096 buckets"):
+        codec.decode_event("w", pb.ToRouter(step=pb.Step(load=load)))
 
 
 def test_step_with_all_fields_is_decoded() -> None:

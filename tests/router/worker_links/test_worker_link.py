@@ -259,6 +259,14 @@ async def test_another_protocol_version_is_refused(
     await check_refused(worker, received, caplog, "of the protocol, and this router uses version")
 
 
+async def test_worker_with_impossible_sizes_is_refused(
+    worker: StubWorker, received: Received, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker.welcome.block_size = 0
+    await check_refused(worker, received, caplog, "the worker reports block_size = 0")
+    assert received.welcomes == []
+
+
 async def test_worker_that_sends_no_welcome_is_refused(
     worker: StubWorker,
     received: Received,
