@@ -12,6 +12,10 @@ so their results are bitwise identical:
   instead of features.
 - The weighted values are summed in order of position. At the end, the sum is multiplied by
   1 / (sum of the weights).
+- Sums over positions have two levels, because the rounding error of a float32 sum grows with its
+  number of terms. Each chunk of `SUM_POSITIONS` positions has a sum of its own, and the sums of the
+  chunks are added up in order. The chunks begin at fixed positions of the sequence. For the values,
+  they begin with the first block that begins in the chunk.
 
 The version for few rows computes one row at a time, with the eight partial sums in the lanes of a
 vector. The version for many rows computes one row per lane. The latter is faster, because it never
@@ -49,6 +53,10 @@ Floats = npt.NDArray[np.float32]
 FASTMATH = {"contract"}
 """Fast-math flags: allow only fused multiply-adds, which LLVM forms the same way every time."""
 
+SUM_POSITIONS = 1024
+"""Number of positions of a chunk of a sum over positions; a multiple of 8. The relative error of a
+sum over n positions is below (SUM_POSITIONS + block size + n / SUM_POSITIONS) * 2**-24."""
+
 _f32 = np.float32
 
 
@@ -75,6 +83,25 @@ def one_over(total: Any, most: float, sink: float) -> Any:
     if sink > -np.inf:
         total += _f32(math.exp(sink - most))
     return _f32(1) / total
+
+
+@inner()
+def add_chunk(sums: Floats, half: int, count: int) -> None:
+    """Add the first `count` elements of `sums` to those from index `half` on, and set them to 0.
+
+    The first half of `sums` has the sums of the present chunk, and the second half those of the
+    chunks before.
+    """
+    for i in range(count):
+        sums[half + i] += sums[i]
+        sums[i] = 0
+
+
+@inner()
+def add_previous_chunk(at: int, block_size: int, sums: Floats, half: int) -> None:
+    """Call `add_chunk` if block number `at` of a sequence is the first block of a chunk."""
+    if at * block_size // SUM_POSITIONS != (at - 1) * block_size // SUM_POSITIONS:
+        add_chunk(sums, half, half)
 
 
 @inner()
@@ -172,8 +199,11 @@ def softmax_row(
     for s in range(len(probs)):
         probs[s] = exp(probs[s] - most)
     total = splat8(_f32(0))
-    for s in range(first, last, 8):
-        total = vadd(total, load8(scores, at + s))
+    for chunk in range(first // SUM_POSITIONS * SUM_POSITIONS, last, SUM_POSITIONS):
+        part = splat8(_f32(0))
+        for s in range(max(chunk, first), min(chunk + SUM_POSITIONS, last), 8):
+            part = vadd(part, load8(scores, at + s))
+        total = vadd(total, part)
     return one_over(hsum(total), most, sink)
 
 
@@ -304,7 +334,7 @@ def softmax_rows(
     """Do the work of `softmax_row` for all query rows; write the normalizing factors to `ones`.
 
     `tile` is (number of tokens, context length of the first token, window). `slopes` and `sinks`
-    are [G], `ones` is [height]. `most` [height] and `totals` [8 height] are scratch buffers.
+    are [G], `ones` is [height]. `most` [height] and `totals` [16 height] are scratch buffers.
     """
     count, context, behind = tile
     first, last = max(context - behind, 0) // 8 * 8, (context + count + 6) // 8 * 8
@@ -316,16 +346,18 @@ def softmax_rows(
         for r in range(height):
             most[r] = row[r] if row[r] > most[r] else most[r]
     totals[:] = 0
-    for s in range(first, last):
-        row, total = scores[s * height : (s + 1) * height], totals[s % 8 * height :]
-        for r in range(height):
-            row[r] = exp(row[r] - most[r])
-            total[r] += row[r]
-    for i in range(4 * height):
+    for chunk in range(first // SUM_POSITIONS * SUM_POSITIONS, last, SUM_POSITIONS):
+        for s in range(max(chunk, first), min(chunk + SUM_POSITIONS, last)):
+            row, total = scores[s * height : (s + 1) * height], totals[s % 8 * height :]
+            for r in range(height):
+                row[r] = exp(row[r] - most[r])
+                total[r] += row[r]
+        add_chunk(totals, 8 * height, 8 * height)
+    for i in range(8 * height, 12 * height):
         totals[i] += totals[4 * height + i]
     for r in range(count * group):
-        summed = totals[r] + totals[height + r]
-        summed = (summed + totals[2 * height + r]) + totals[3 * height + r]
+        summed = totals[8 * height + r] + totals[9 * height + r]
+        summed = (summed + totals[10 * height + r]) + totals[11 * height + r]
         ones[r] = one_over(summed, most[r], sinks[r % group])
 
 

@@ -25,6 +25,8 @@ from penstock.kernels.attention.cpu_amx.attend import (
     release_amx,
 )
 from penstock.kernels.attention.cpu_inner import (
+    add_chunk,
+    add_previous_chunk,
     pv_row,
     pv_rows,
     qk_row,
@@ -147,7 +149,7 @@ def attend_few_rows(
         cap: soft cap of the scores; 0 for none.
         sinks: [G] sinks of the query heads that read this KV head; -inf for none.
         slopes: [G] ALiBi slopes of the query heads that read this KV head; 0 for none.
-        q, scores, sums, ones, spare, scratch: scratch buffers.
+        q, scores, sums, ones, spare, scratch: scratch buffers; `sums` has two halves.
         out: [T, Hq, D] result.
         next_blocks: `visible_blocks` of the next work item.
         next_table: block table of the next work item.
@@ -185,8 +187,10 @@ def attend_few_rows(
         seen, g = context + r // group, r % group
         low = max(seen - behind, 0)
         ones[r] = softmax_row(scores, r * span, low, seen, cap, slopes[g], sinks[g], spare)
-    sums[: count * group * head_dim] = 0
+    half = count * group * head_dim
+    sums[: 2 * half] = 0
     for at in range(first, last):
+        add_previous_chunk(at, block_size, sums, half)
         values = values_at + _page_of(table, at, kv_layout, size)
         begin, end = _visible(at, block_size, lowest, high)
         row_at = convert_block(
@@ -205,9 +209,10 @@ def attend_few_rows(
                     scores, r * span, near, row_at, begin, end, head_dim, sums, r * head_dim,
                     rows, ahead, chunk_size,
                 )  # fmt: skip
+    add_chunk(sums, half, half)
     for r in range(count * group):
         whole = out[start + r // group, head * group + r % group]
-        _scale(sums, r * head_dim, head_dim, ones[r], whole, 0)
+        _scale(sums, half + r * head_dim, head_dim, ones[r], whole, 0)
 
 
 @inner()
@@ -243,19 +248,23 @@ def attend_many_rows(
         qk_rows(q, height, head_dim, near, row_at, begin, end, scores)
     softmax_rows(
         scores, height, group, tile, cap, slopes, sinks, most[:height],
-        totals[: 8 * height], ones,
+        totals[: 16 * height], ones,
     )  # fmt: skip
-    sums[: head_dim * height] = 0
+    half = head_dim * height
+    sums[: 2 * half] = 0
     for at in range(low // block_size, (high - 1) // block_size + 1):
+        add_previous_chunk(at, block_size, sums, half)
         values = values_at + _page_of(table, at, kv_layout, size)
         begin, end = _visible(at, block_size, low, high)
         row_at = convert_block(
             rows, values, at * block_size, begin, end, block_size, head_dim, scratch
         )
         pv_rows(scores, height, near, row_at, begin, end, head_dim, sums)
+    add_chunk(sums, half, half)
     for r in range(count * group):
         for i in range(head_dim):
-            out[start + r // group, head * group + r % group, i] = sums[i * height + r] * ones[r]
+            found = sums[half + i * height + r]
+            out[start + r // group, head * group + r % group, i] = found * ones[r]
 
 
 @inner()
@@ -302,9 +311,9 @@ def _paged_attention(
     for thread in numba.prange(num_threads):
         scores = np.empty(height * span, np.float32)
         q = np.empty(height * (head_dim + 8), np.float32)
-        sums = np.empty(height * head_dim, np.float32)
+        sums = np.empty(2 * height * head_dim, np.float32)
         most, ones = np.empty(height, np.float32), np.empty(height, np.float32)
-        totals, spare = np.empty(8 * height, np.float32), np.zeros(8, np.float32)
+        totals, spare = np.empty(16 * height, np.float32), np.zeros(8, np.float32)
         scratch = np.empty(block_size * head_dim, np.float32)
         amx_size = amx_scratch_size(rows, most_rows * group, most_seen, head_dim)
         amx_scratch = np.empty(amx_size + 16, np.float32)

@@ -50,7 +50,7 @@ def attend(
     for context in contexts:
         longest = max(longest, context)
     span, head_dim = (longest + 7) // 8 * 8, op[HEAD_DIM]
-    row = span + (head_dim + 8) + head_dim + 1  # scores, query, sums and factor of a query row
+    row = span + (head_dim + 8) + 2 * head_dim + 1  # scores, query, sums and factor of a query row
     block = op[BLOCK_SIZE] * head_dim
     group = op[NUM_HEADS] // op[NUM_KV_HEADS]
     scratch = np.empty(group * row + 8 + block, np.float32)
@@ -84,7 +84,7 @@ def _attend_pieces(
     sinks, slopes = _floats(op[SINKS], num_heads), _floats(op[SLOPES], num_heads)
     scores, at = scratch[: group * span], group * span
     q, at = scratch[at : at + group * (head_dim + 8)], at + group * (head_dim + 8)
-    sums, at = scratch[at : at + group * head_dim], at + group * head_dim
+    sums, at = scratch[at : at + 2 * group * head_dim], at + 2 * group * head_dim
     ones, at = scratch[at : at + group], at + group
     spare, block = scratch[at : at + 8], scratch[at + 8 :]
     spare[:] = 0

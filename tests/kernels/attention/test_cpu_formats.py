@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.attention import cpu_plan
+from penstock.kernels.attention.cpu_inner import SUM_POSITIONS
 from penstock.kernels.attention.cpu_plan import CpuPagedPlan
 from penstock.kernels.attention.op import paged_attention_reference
 from penstock.kernels.attention.score_mod import ScoreMod
@@ -205,6 +206,35 @@ def test_sums_over_many_positions_with_the_largest_codes_do_not_overflow() -> No
     found = attend(torch.zeros(2, 1, 64), layer, batch, ScoreMod(), 0)
     expected = dequantize(layer)[1, batch[2][0, 0], 0, 0].expand(2, 1, 64)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("group", [1, 16])
+@pytest.mark.parametrize("name", NAMES)
+def test_rounding_error_of_sums_over_long_contexts(name: str, group: int) -> None:
+    """Sums over positions have two levels, so their errors do not grow with the context.
+
+    All weights and all values are equal: the errors of most additions then have the same sign. A
+    sum over n positions adds at most SUM_POSITIONS + block size terms in a chunk, and one term per
+    chunk. Each addition rounds by at most 2^-24 of the sum. An output is the quotient of two such
+    sums. The loops for AMX do not support heads of 24 features.
+    """
+    context, block_size = 140_000, 16
+    batch, num_blocks = make_batch([(2, context)], block_size, seed=0)
+    layer = cache_of(torch.full((2, num_blocks, 1, block_size, 24), 1.3), FORMATS[name], batch)
+    bound = 2 * (SUM_POSITIONS + block_size + context / SUM_POSITIONS + 1) * 2**-24
+    expected = dequantize(layer)[1, batch[2][0, 0], 0, 0].expand(2, group, 24)
+    found = attend(torch.zeros(2, group, 24), layer, batch, ScoreMod(), 0)
+    torch.testing.assert_close(found, expected, rtol=bound, atol=0)
+
+
+@pytest.mark.parametrize("window", [0, 1500])
+@pytest.mark.parametrize(("group", "block_size"), [(1, 16), (3, 48)])
+def test_bits_of_long_contexts_do_not_depend_on_chunking(
+    group: int, block_size: int, window: int
+) -> None:
+    """Rows of one tile see different chunks of `SUM_POSITIONS` positions."""
+    lengths = [(40, 1030), (20, 3000), (60, 2100)]
+    check_bits_do_not_depend_on_chunking(lengths, (group, 24), block_size, window)
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-42, 1e-30, 1e30])
