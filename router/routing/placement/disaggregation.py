@@ -134,7 +134,9 @@ class DisaggregationPolicy:
             return PrefillDecision(True, Reason.UNMEASURED)
         wait_there, compute_there = self._prompt_cost(num_tokens, prefill, router_queue_tokens)
         wait_here, compute_here = self._prompt_cost(num_tokens, decode)
-        transfer = self._transfer_costs.seconds(num_tokens)
+        # A KV transfer leaves out the blocks that the decode worker has cached.
+        known = self._cached_tokens.get(decode.name, 0) if self._cached_tokens else 0
+        transfer = self._transfer_costs.seconds(num_tokens - known)
         harm = decode.num_busy * compute_here
         # The prompt also delays the answers that the prefill worker generates.
         disaggregated = wait_there + compute_there * (1 + prefill.num_answers) + transfer

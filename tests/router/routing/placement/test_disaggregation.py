@@ -196,6 +196,19 @@ def test_prompt_is_computed_where_most_of_it_is_known_to_be_cached() -> None:
         assert str(placement.decision) == expected
 
 
+@pytest.mark.parametrize(("cached", "transferred"), [(0, 1000), (600, 400), (1000, 0)])
+def test_transfer_costs_only_the_tokens_that_the_decode_worker_lacks(
+    cached: int, transferred: int
+) -> None:
+    """The prefill worker has everything cached, so its cost is one token and the transfer."""
+    prefill, decode = worker("p", "prefill"), worker("d", "decode", running=5)
+    cost = transfer_cost(fixed=0.01, slope=1e-3)
+    known = {"p": 1000, "d": cached}
+    decision = DisaggregationPolicy([prefill, decode], cost, known).decide(1000, prefill, decode)
+    expected = 1 / RATE + 0.01 + 1e-3 * transferred
+    assert decision.disaggregated_seconds == pytest.approx(expected, rel=1e-3)
+
+
 def with_router_queue(view: WorkerView) -> WorkerView:
     """Let prompts queue at the router. A step takes 0 s, so a worker takes one prompt at a time."""
     view.queues_at_router = True
