@@ -50,6 +50,8 @@ class ArrayCandidates:
         self._cached = cached if isinstance(cached, CachedPrefix) and cached.levels else None
         if self._cached is not None:
             workers.use_slots(self._cached.slots)
+        # Result of `_live_on_one_machine`; None if it was not called yet.
+        self._sharing: Sequence[WorkerView] | None = None
 
     def has(self, group: Group) -> bool:
         return any(map(self._is_live, self._groups[group].views))
@@ -126,6 +128,11 @@ class ArrayCandidates:
 
     def _live_on_one_machine(self) -> Sequence[WorkerView]:
         """Return the live workers if all share the cores of one machine, else an empty list."""
+        if self._sharing is None:
+            self._sharing = self._find_live_on_one_machine()
+        return self._sharing
+
+    def _find_live_on_one_machine(self) -> Sequence[WorkerView]:
         live: list[WorkerView] = []
         for view in self._fleet:
             if self._is_live(view):

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from penstock.loadtests.micro import placement
 from penstock.loadtests.micro.placement import BLOCK, NEW_BLOCKS, Fixture, Load, main
-from penstock.router.routing.placement.disaggregation import DisaggregationPolicy
+from penstock.router.routing.placement.disaggregation import DisaggregationPolicy, ignores_roles
 
 SMALL = Load(("3",), blocks=600, depth=120, decisions=5)
 
@@ -50,3 +51,25 @@ def test_split_pools_have_measured_speeds_so_that_both_places_of_a_prompt_are_co
     costs = DisaggregationPolicy(views, fixture.registry.transfer_costs)
     assert costs.is_measured
     assert fixture.decide(fixture.request(1)) in fixture.names
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_workers_that_share_cores_get_requests_whatever_their_role(role: str) -> None:
+    fixture = Fixture(replace(SMALL, shared=True), 4)
+    views = fixture.registry.views()
+    assert ignores_roles(views)
+    for view in views:
+        queued = 0 if view.role == role else 100_000
+        view.update_load(view.load._replace(queued_tokens=queued), 1.0)
+    chosen = fixture.registry.get(fixture.decide(fixture.request(1)))
+    assert chosen is not None
+    assert chosen.role == role
+
+
+def test_command_fails_if_a_decision_takes_longer_than_its_goal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(placement, "GOALS", {2: 0.0})
+    options = ["--blocks", "600", "--depth", "120", "--decisions", "5", "--split"]
+    assert main([*options, "--workers", "2"]) == 1
+    assert main([*options, "--workers", "3"]) == 0
