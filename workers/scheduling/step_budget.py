@@ -19,8 +19,16 @@ MIN_PROMPT_TOKENS = 16
 """Prompt tokens for which a step has room even if the SLO leaves none, so that no prompt waits
 until all answers end. Forced tokens of answers count as prompt tokens."""
 
+FIRST_PROMPT_TOKENS = 64
+"""Prompt tokens for which a step has room beside answers before any prompt was measured. This is
+the case on a decode worker that has received the KV of all its sequences."""
+
 DECAY = 0.8
 """Factor by which the weight of earlier step times falls with each step."""
+
+MAX_RATIO = 4.0
+"""The time of the prompts of a step counts up to this multiple of the expected time, so that chunks
+are not small for many steps after one very long step."""
 
 MIN_PROMPT_FRACTION = 0.1
 """Smallest fraction of the time of a step with answers that counts as time of the prompts."""
@@ -54,12 +62,12 @@ class StepBudget:
         Args:
             rows: [n] the running rows that the step may contain.
         """
-        if not self._max_seconds or not self._num_prompt:
+        if not self._max_seconds or not self._num_answers(self._batch.rows):
             return self._max_tokens
-        if not self._num_answers(self._batch.rows):
-            return self._max_tokens
-        seconds_per_token = self._prompt_seconds / self._num_prompt
-        chunk = int((self._max_seconds - self._decode_seconds) / seconds_per_token)
+        chunk = FIRST_PROMPT_TOKENS
+        if self._num_prompt:
+            seconds_per_token = self._prompt_seconds / self._num_prompt
+            chunk = int((self._max_seconds - self._decode_seconds) / seconds_per_token)
         return min(self._max_tokens, self._num_answers(rows) + max(chunk, MIN_PROMPT_TOKENS))
 
     def _num_answers(self, rows: Ints) -> int:
@@ -78,10 +86,15 @@ class StepBudget:
             if num_answers:  # without prompts, the step would not have been longer
                 self._decode_seconds = min(self._decode_seconds, seconds)
             more = seconds - self._decode_seconds if num_answers else seconds
-            self._num_prompt = DECAY * self._num_prompt + num_prompt
-            self._prompt_seconds *= DECAY
-            self._prompt_seconds += max(more, MIN_PROMPT_FRACTION * seconds)
+            self._add_prompt(num_prompt, max(more, MIN_PROMPT_FRACTION * seconds))
         elif self._decode_seconds:
             self._decode_seconds += (1 - DECAY) * (seconds - self._decode_seconds)
         else:
             self._decode_seconds = seconds
+
+    def _add_prompt(self, num_prompt: int, seconds: float) -> None:
+        if self._num_prompt:
+            expected = num_prompt * self._prompt_seconds / self._num_prompt
+            seconds = min(seconds, MAX_RATIO * expected)
+        self._num_prompt = DECAY * self._num_prompt + num_prompt
+        self._prompt_seconds = DECAY * self._prompt_seconds + seconds

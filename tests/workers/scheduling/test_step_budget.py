@@ -1,16 +1,19 @@
 """Token budgets that keep the SLO of the time per token."""
 
+import random
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.common.sampling_params import SamplingParams
 from penstock.workers.scheduling.batcher import Batcher, SchedulerConfig
 from penstock.workers.scheduling.sequence import NewSequence, StepPlan
+from penstock.workers.scheduling.step_budget import FIRST_PROMPT_TOKENS
 
 SLO = 0.1
 LIMITS = SchedulerConfig(
@@ -20,13 +23,20 @@ BASE, PER_TOKEN = 0.02, 0.001
 
 
 class Server:
-    """A batcher whose steps take `base` seconds, and `per_token` seconds for each prompt token."""
+    """A batcher whose steps take `base` seconds, and `per_token` seconds for each prompt token.
+
+    Both are multiplied by a number that `jitter` returns for each step.
+    """
 
     def __init__(
-        self, limits: SchedulerConfig, base: float = BASE, per_token: float = PER_TOKEN
+        self,
+        limits: SchedulerConfig,
+        base: float = BASE,
+        per_token: float = PER_TOKEN,
+        jitter: Callable[[], float] = lambda: 1.0,
     ) -> None:
         self.batcher = Batcher(limits)
-        self.base, self.per_token = base, per_token
+        self.base, self.per_token, self.jitter = base, per_token, jitter
         self.num_steps = 0
         self._in_flight: deque[StepPlan] = deque()
         self._num_sequences = 0
@@ -50,7 +60,7 @@ class Server:
         self.num_steps += 1
         sizes = np.diff(plan.query_starts)
         num_prompt = int(sizes[sizes > 1].sum())
-        seconds = self.base + self.per_token * num_prompt
+        seconds = (self.base + self.per_token * num_prompt) * self.jitter()
         self.batcher.commit(plan, np.full(len(plan.sampling_rows), 7, np.int32))
         self.batcher.state.budget.record(plan, seconds)
         return num_prompt, seconds
@@ -71,6 +81,69 @@ def test_prompts_beside_an_answer_are_computed_within_the_slo() -> None:
     assert max(seconds for _, seconds in with_prompts) <= SLO
     # The limit is used: a step computes 0.9 of the prompt tokens for which there is time.
     assert with_prompts[-2][0] >= 0.8 * (0.9 * SLO - BASE) / PER_TOKEN
+
+
+def test_first_prompt_beside_answers_is_computed_in_a_small_chunk() -> None:
+    """The KV of the answer's prompt came from another worker, so no prompt has been measured."""
+    server = Server(LIMITS)
+    server.submit(1, 500)
+    server.steps(5)
+    server.submit(1500, 4)
+    steps = server.steps(3)
+    assert steps[0][0] == FIRST_PROMPT_TOKENS
+    assert steps[1][0] >= 0.8 * (0.9 * SLO - BASE) / PER_TOKEN
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    base=st.floats(0.1, 0.6),
+    ideal_chunk=st.integers(30, 400),
+    spread=st.floats(1.0, 1.5),
+    has_outliers=st.booleans(),
+)
+@settings(max_examples=20)
+def test_steps_of_varying_speed_keep_the_slo_and_the_throughput(
+    seed: int, base: float, ideal_chunk: int, spread: float, has_outliers: bool
+) -> None:
+    """A step takes up to `spread` times longer or shorter than usual; outliers take ten times.
+
+    Without outliers, the estimated time per token is at least that of the fastest possible step.
+    The slowest possible step of the same size takes `spread` squared times as long. The estimate
+    aims at 0.9 of the SLO.
+    """
+    noise = random.Random(seed)
+
+    def jitter() -> float:
+        is_outlier = noise.random() < 0.02 and has_outliers
+        factor: float = spread ** noise.uniform(-1.0, 1.0)
+        return 10 * factor if is_outlier else factor
+
+    limits = replace(LIMITS, num_blocks=4000, max_model_len=20_000)
+    per_token = (0.9 - base) * SLO / ideal_chunk
+    server = Server(limits, base * SLO, per_token, jitter)
+    server.submit(16, 9000)
+    server.steps(20)
+    steps = []
+    for _ in range(8):
+        server.submit(1500, 1)
+        steps += server.steps(20)
+    if not has_outliers:
+        assert max(seconds for _, seconds in steps) <= 0.9001 * spread**2 * SLO
+    chunks = [num for num, _ in steps if num]
+    assert np.mean(chunks) >= 0.3 * ideal_chunk
+
+
+def test_chunks_recover_from_an_outlier_within_a_few_steps() -> None:
+    factors = deque[float]()
+    server = Server(LIMITS, jitter=lambda: factors.popleft() if factors else 1.0)
+    server.submit(16, 1000)
+    server.steps(5)
+    server.submit(1900, 4)
+    before = server.steps(5)[-1][0]
+    factors.append(20.0)
+    after = [num for num, _ in server.steps(12)]
+    assert min(after) < 0.7 * before
+    assert after[-1] >= 0.9 * before
 
 
 @pytest.mark.parametrize("num_answers", [0, 1])
