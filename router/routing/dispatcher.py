@@ -240,6 +240,7 @@ class Dispatcher:
             if state.check_source(out):
                 self._requests.reconcile(state, out, now)
         self._migrator.rebalance(out, now)
+        self.prefix_index.purge()
         peers = self._transfer_peers.due_commands(self._registry.views())
         out += (*self.cache_feed.due_resyncs(now), *peers)
         self._migrator.return_answers(out, now)

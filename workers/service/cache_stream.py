@@ -8,8 +8,8 @@ from penstock.workers.engine.engine_thread import EngineThread
 from penstock.workers.scheduling.cache_report import CacheChange, CacheReport, CacheSnapshot
 from penstock.workers.service.session import Session
 
-CHUNK_BLOCKS = 1 << 14
-"""Largest number of blocks in a message of a snapshot. A router applies a chunk in a few
+CHUNK_BLOCKS = 1 << 12
+"""Largest number of blocks in a message of a snapshot. A router applies a chunk in about two
 milliseconds, so that other messages do not wait long."""
 
 

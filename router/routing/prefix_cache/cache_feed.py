@@ -69,13 +69,19 @@ class CacheFeed:
         self._feeds: dict[str, _Feed] = {}
 
     def worker_up(self, worker: str, incarnation: str, num_blocks: int, now: float) -> None:
-        """Add a connected worker with `num_blocks` blocks, and wait for its snapshot."""
-        self._index.clear(worker)
-        self._feeds[worker] = _Feed(incarnation, num_blocks, now)
+        """Add a connected worker with `num_blocks` blocks, and wait for its snapshot.
+
+        If blocks of its last connection must still be removed, the snapshot is requested later.
+        """
+        self._index.forget(worker)
+        self._feeds[worker] = feed = _Feed(incarnation, num_blocks, now)
+        if self._index.is_leaving(worker):
+            feed.state, feed.resync_at = _State.STALE, now
+            feed.reason = "the cache snapshot arrived before old blocks were removed"
 
     def worker_lost(self, worker: str) -> None:
         """Forget a worker whose stream has ended."""
-        self._index.clear(worker)
+        self._index.forget(worker)
         self._feeds.pop(worker, None)
 
     def is_current(self, worker: str) -> bool:
@@ -131,7 +137,7 @@ class CacheFeed:
             if is_expected and now - feed.awaiting_since > SNAPSHOT_SECONDS:
                 reason = "the cache snapshot did not arrive completely within "
                 self._forget(worker, feed, f"{reason}{SNAPSHOT_SECONDS:g} s")
-            if feed.state is _State.STALE and now >= feed.resync_at:
+            if feed.state is _State.STALE and self._is_due(worker, feed, now):
                 due.append(self._request(worker, feed, now))
         return due
 
@@ -192,11 +198,14 @@ class CacheFeed:
         The request is sent now, or after the current pause between requests.
         """
         self._forget(worker, feed, reason)
-        return self._request(worker, feed, now) if now >= feed.resync_at else None
+        return self._request(worker, feed, now) if self._is_due(worker, feed, now) else None
+
+    def _is_due(self, worker: str, feed: _Feed, now: float) -> bool:
+        return now >= feed.resync_at and not self._index.is_leaving(worker)
 
     def _forget(self, worker: str, feed: _Feed, reason: str) -> None:
         """Remove a worker's blocks. Its events are ignored until a snapshot is requested."""
-        self._index.clear(worker)
+        self._index.forget(worker)
         feed.state, feed.reason = _State.STALE, reason
 
     def _request(self, worker: str, feed: _Feed, now: float) -> ResyncCache:

@@ -15,6 +15,9 @@ from penstock.router.routing.prefix_cache.worker_slots import Workers, WorkerSlo
 
 __all__ = ["START", "PrefixIndex"]
 
+PURGED_BLOCKS = 4096
+"""Number of blocks that one call of `PrefixIndex.purge` removes: about 2 ms in a large index."""
+
 
 class PrefixIndex:
     """The set of cached blocks of each worker.
@@ -32,11 +35,15 @@ class PrefixIndex:
         self._num_blocks: dict[int, int] = {}  # number of blocks of each worker, by slot
         self._tree = RadixTree()  # tree of the reachable blocks
         self._loose = _LooseBlocks()
+        # Slots of the forgotten workers of which some blocks must still be removed.
+        self._leaving: dict[str, int] = {}
 
     def slot(self, worker: str) -> int:
         """Return the slot of a worker; a new worker gets a free slot."""
         slot = self._slots.get(worker)
         if slot is None:
+            while worker in self._leaving:
+                self.purge()
             slot = self._slots[worker] = self.slots.acquire(worker)
             self.workers |= 1 << slot
             self._num_blocks[slot] = 0
@@ -98,14 +105,37 @@ class PrefixIndex:
 
     def clear(self, worker: str) -> None:
         """Remove all blocks of a worker."""
+        self.forget(worker)
+        while worker in self._leaving:
+            self.purge()
+
+    def forget(self, worker: str) -> None:
+        """Remove a worker from all results, and remove its first `PURGED_BLOCKS` blocks.
+
+        Removing a million blocks takes half a second. Call `purge` until `is_leaving` is false.
+        """
         slot = self._slots.pop(worker, None)
         if slot is None:
             return
-        self._tree.clear(slot)
-        self._loose.remove_worker(slot)
         del self._num_blocks[slot]
         self.workers ^= 1 << slot
-        self.slots.release(worker)
+        self._leaving[worker] = slot
+        self.purge()
+
+    def is_leaving(self, worker: str) -> bool:
+        """Return whether blocks of a forgotten worker must still be removed."""
+        return worker in self._leaving
+
+    def purge(self) -> None:
+        """Remove up to `PURGED_BLOCKS` blocks of forgotten workers."""
+        num_left = PURGED_BLOCKS
+        for worker, slot in list(self._leaving.items()):
+            num_left = self._loose.purge(slot, self._tree.purge(slot, num_left))
+            if num_left <= 0:
+                return
+            self._loose.remove_worker(slot)
+            del self._leaving[worker]
+            self.slots.release(worker)
 
     @property
     def is_empty(self) -> bool:
@@ -128,7 +158,7 @@ class PrefixIndex:
     def holders(self, block: int) -> Workers:
         """Return the workers that are known to have a block and all blocks before it."""
         node = self._tree.nodes.get(block)
-        return 0 if node is None else node.holders_of(block)
+        return 0 if node is None else node.holders_of(block) & self.workers
 
     def match(self, hashes: Sequence[int]) -> Mapping[str, int]:
         """Return how many leading blocks of a prompt each worker has; others are absent.
@@ -150,12 +180,25 @@ class PrefixIndex:
         """
         # One block may be from the middle of a prompt, so it is not moved into the tree.
         if len(hashes) == 1:
-            holders = self.holders(hashes[0]) | self._loose.workers.get(hashes[0], 0)
+            loose = self._loose.workers.get(hashes[0], 0) & self.workers
+            holders = self.holders(hashes[0]) | loose
             return [(1, holders)] if holders else []
         levels = self._tree.levels(hashes)
         while self._loose.workers and self._link_loose(hashes, levels):
             levels = self._tree.levels(hashes)
-        return levels
+        return self._without_leaving(levels) if self._leaving else levels
+
+    def _without_leaving(self, levels: Sequence[tuple[int, Workers]]) -> list[tuple[int, Workers]]:
+        """Return levels without the forgotten workers."""
+        found: list[tuple[int, Workers]] = []
+        for depth, workers in levels:
+            those = workers & self.workers
+            if not those:
+                break
+            if found and found[-1][1] == those:
+                found.pop()
+            found.append((depth, those))
+        return found
 
     def _link_loose(self, hashes: Sequence[int], levels: Sequence[tuple[int, Workers]]) -> bool:
         """Add loose blocks that continue the prompt to the tree; return whether there were any."""
@@ -214,9 +257,21 @@ class _LooseBlocks:
         for slot in bits(workers):
             self.of_slot[slot].difference_update(blocks)
 
+    def purge(self, slot: int, num_blocks: int) -> int:
+        """Remove up to `num_blocks` blocks of a worker; return how many more could be removed."""
+        own, bit = self.of_slot[slot], self._bits[slot]
+        while own and num_blocks > 0:
+            block = own.pop()
+            rest = self.workers[block] ^ bit
+            if rest:
+                self.workers[block] = rest
+            else:
+                del self.workers[block]
+            num_blocks -= 1
+        return num_blocks
+
     def remove_worker(self, slot: int) -> None:
-        """Remove a worker with its blocks."""
-        self.remove_all(list(self.of_slot[slot]), 1 << slot)
+        """Remove a worker that has no blocks."""
         del self.of_slot[slot], self._bits[slot]
 
     def ends(

@@ -224,10 +224,21 @@ class RadixTree:
         self._shrink(node, slot, kept)
         return removed
 
-    def clear(self, slot: int) -> None:
-        """Remove all blocks of a worker."""
-        for node in list(self._of_slot.get(slot, ())):
-            self._shrink(node, slot, 0)
+    def purge(self, slot: int, num_blocks: int) -> int:
+        """Remove blocks of a worker, in any order; return how many more could be removed.
+
+        Args:
+            slot: the worker. Until it has no blocks, `levels` may be wrong for this worker only.
+            num_blocks: maximum number of removed blocks.
+        """
+        own = self._of_slot.get(slot)
+        while own and num_blocks > 0:
+            node = own.pop()  # `pop` finds an element faster than an iterator after removals
+            own.add(node)
+            extent = node.extent(slot)
+            self._shrink(node, slot, max(extent - num_blocks, 0))
+            num_blocks -= extent
+        return num_blocks
 
     def _insert(
         self,

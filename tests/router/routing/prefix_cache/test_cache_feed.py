@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from penstock.common.block_hash import short_hashes
+from penstock.router.routing.prefix_cache import prefix_index
 from penstock.router.routing.prefix_cache.cache_events import (
     CacheChange,
     CacheEvents,
@@ -247,6 +248,29 @@ def test_lost_worker_has_no_blocks_and_its_late_events_are_ignored() -> None:
     assert feed.apply_snapshot(snapshot(3), 0.0) is None
     assert feed.due_resyncs(99.0) == []
     assert index.num_blocks("w") == 0
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_snapshot_is_requested_after_many_old_blocks_were_removed(
+    is_lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A million blocks are removed in many steps; a stream may open again before the last one."""
+    monkeypatch.setattr(prefix_index, "PURGED_BLOCKS", 1)
+    index, feed = following(1, 2, 3)
+    if is_lost:
+        feed.worker_lost("w")
+        feed.worker_up("w", "w-1", CAPACITY, 5.0)
+        assert feed.apply_snapshot(snapshot(1, 2, 3), 5.0) is None
+    else:
+        assert feed.apply_events(events(7), 5.0) is None
+    while index.is_leaving("w"):
+        assert feed.due_resyncs(5.0) == []
+        assert index.match([1, 2, 3]) == {}
+        index.purge()
+    assert len(feed.due_resyncs(5.0)) == 1
+    assert feed.apply_snapshot(snapshot(1, 2, 3, number=8), 6.0) is None
+    assert feed.is_current("w")
+    assert index.match([1, 2, 3]) == {"w": 3}
 
 
 # ------------------------------------------------------------------ feed and pool together

@@ -1,11 +1,13 @@
 from collections.abc import Mapping, Sequence
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from penstock.router.routing.prefix_cache.prefix_index import START, PrefixIndex
+from penstock.router.routing.prefix_cache import prefix_index
+from penstock.router.routing.prefix_cache.prefix_index import PURGED_BLOCKS, START, PrefixIndex
 from penstock.router.routing.prefix_cache.radix_tree import Node
 from penstock.router.routing.prefix_cache.worker_slots import WorkerSlots, bits
 
@@ -70,6 +72,17 @@ class IndexMachine(RuleBasedStateMachine):
         self.index.clear(worker)
         self.oracle.blocks.pop(worker, None)
 
+    @rule(worker=workers)
+    def forget_and_purge_later(self, worker: str) -> None:
+        with mock.patch.object(prefix_index, "PURGED_BLOCKS", 2):
+            self.index.forget(worker)
+        self.oracle.blocks.pop(worker, None)
+
+    @rule()
+    def purge(self) -> None:
+        with mock.patch.object(prefix_index, "PURGED_BLOCKS", 2):
+            self.index.purge()
+
     @rule(node=nodes)
     def match_one_prompt(self, node: int) -> None:
         assert self.index.match(path(node)) == self.oracle.match(path(node))
@@ -84,6 +97,12 @@ class IndexMachine(RuleBasedStateMachine):
     def match_all_prompts(self) -> None:
         for leaf in range(31, 63):
             assert self.index.match(path(leaf)) == self.oracle.match(path(leaf))
+
+    def teardown(self) -> None:
+        for worker in WORKERS:
+            self.index.clear(worker)
+        assert self.index.is_empty
+        assert not any((self.index._tree._of_slot, self.index._loose.of_slot, self.index.workers))
 
     @invariant()
     def numbers_of_blocks_agree(self) -> None:
@@ -123,6 +142,25 @@ def test_slot_of_a_cleared_worker_is_used_again() -> None:
     index.store("b", [1], START)
     assert index.match([1, 2]) == {"b": 1}
     assert index.slot("b") == 0
+
+
+@pytest.mark.parametrize("parent", [START, None])
+def test_a_call_removes_a_bounded_number_of_blocks_of_a_forgotten_worker(
+    parent: int | None,
+) -> None:
+    index, num = PrefixIndex(), 3 * PURGED_BLOCKS - 1
+    blocks = list(range(1, num + 1))
+    index.store("a", blocks, parent)
+    index.store("b", blocks[:10], START)
+    index.forget("a")
+    for removed in (1, 2):
+        assert index.is_leaving("a")
+        assert len(index._tree.nodes) + len(index._loose.workers) >= num - removed * PURGED_BLOCKS
+        assert index.match(blocks) == {"b": 10}
+        assert index.num_blocks("a") == 0
+        index.purge()
+    assert not index.is_leaving("a")
+    assert len(index._tree.nodes) + len(index._loose.workers) == 10
 
 
 @pytest.mark.parametrize("parent", [START, None])
