@@ -10,10 +10,11 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import random
 import sys
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 import grpc.aio
 import uvloop
@@ -63,6 +64,7 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
         step_seconds: time from one step to the next.
         token: returns the next token id of a run.
         wanted: bearer token that routers must send, or None for no authentication.
+        num_cached: number of cached blocks that the worker reports, with random hashes.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
         step_seconds: float,
         token: Callable[[Run], int] = lambda run: token_of_now(),
         wanted: str | None = None,
+        num_cached: int = 0,
     ) -> None:
         self.name = name
         self.step_seconds = step_seconds
@@ -78,6 +81,7 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
         self.address = ""
         self.sessions: list[Session] = []
         self._wanted = wanted
+        self._num_cached = num_cached
         self._server: grpc.aio.Server | None = None
 
     @property
@@ -107,9 +111,9 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
                 await context.abort(grpc.StatusCode.UNAUTHENTICATED, "invalid bearer token")
         hello = (await anext(aiter(requests))).hello
         session = self.session(hello.router)
-        if hello.cache_events:  # the stub has cached no blocks
-            snapshot = pb.CacheSnapshot(incarnation=self.welcome().incarnation, last=True)
-            session.send(pb.ToRouter(cache_snapshot=snapshot))
+        if hello.cache_events:
+            for chunk in self._snapshot():
+                session.send(pb.ToRouter(cache_snapshot=chunk))
         self.sessions.append(session)
         tasks = [asyncio.create_task(session.write(context)), asyncio.create_task(session.step())]
         try:
@@ -119,6 +123,18 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
             self.sessions.remove(session)
             for task in tasks:
                 task.cancel()
+
+    def _snapshot(self) -> Iterator[pb.CacheSnapshot]:
+        incarnation = self.welcome().incarnation
+        if not self._num_cached:
+            return iter([pb.CacheSnapshot(incarnation=incarnation, last=True)])
+        # Import only if needed, because the import takes seconds.
+        from penstock.workers.scheduling.cache_report import CacheSnapshot
+        from penstock.workers.service.cache_stream import encode_snapshot
+
+        numbers = random.Random(self.name)
+        hashes = [numbers.getrandbits(64) for _ in range(self._num_cached)]
+        return encode_snapshot(CacheSnapshot(0, hashes), incarnation)
 
     def session(self, router: str) -> "Session":
         """Return a new session for a router's stream."""
@@ -133,7 +149,7 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
             model="stub",
             layout="stub",
             block_size=16,
-            num_blocks=_NUM_BLOCKS,
+            num_blocks=_NUM_BLOCKS + self._num_cached,
             max_model_len=8192,
             max_sequences=256,
             vocab_size=1 << 20,
@@ -226,11 +242,12 @@ class StubOptions:
     count: int = option(1, "number of workers")
     first: int = option(0, "number in the name of the first worker")
     step_ms: float = option(20.0, "step time in milliseconds")
+    cached_blocks: int = option(0, "cached blocks that each worker reports")
 
 
 async def _serve(given: StubOptions) -> None:
     workers = [
-        StubWorker(f"mixed-{number}", given.step_ms / 1000)
+        StubWorker(f"mixed-{number}", given.step_ms / 1000, num_cached=given.cached_blocks)
         for number in range(given.first, given.first + given.count)
     ]
     for worker in workers:
