@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.attention import cpu_plan
-from penstock.kernels.attention.cpu_inner import SUM_POSITIONS
 from penstock.kernels.attention.cpu_plan import CpuPagedPlan
 from penstock.kernels.attention.op import paged_attention_reference
 from penstock.kernels.attention.score_mod import ScoreMod
@@ -218,6 +217,9 @@ def test_rounding_error_of_sums_over_long_contexts(name: str, group: int) -> Non
     chunk. Each addition rounds by at most 2^-24 of the sum. An output is the quotient of two such
     sums. The loops for AMX do not support heads of 24 features.
     """
+    # Machines with a GPU lack numba, but import this file.
+    from penstock.kernels.attention.cpu_inner import SUM_POSITIONS
+
     context, block_size = 140_000, 16
     batch, num_blocks = make_batch([(2, context)], block_size, seed=0)
     layer = cache_of(torch.full((2, num_blocks, 1, block_size, 24), 1.3), FORMATS[name], batch)
