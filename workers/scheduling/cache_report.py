@@ -63,9 +63,14 @@ class CacheReporter:
         self._snapshot_wanted = True
 
     def stop(self) -> None:
-        """Record no more changes, because no router needs them."""
+        """Record no more changes, because no router needs them.
+
+        The number of the next change is skipped. A router that gets a snapshot from before this
+        call, and changes from after it, therefore notices that changes in between are missing.
+        """
         self._published.changes = None
         self._snapshot_wanted = False
+        self._next_number += 1
 
     def report(self) -> CacheReport | None:
         """Return what has changed since the last call; None if there is nothing to report."""

@@ -1,5 +1,6 @@
 """CacheReporter: a router that replays all reports knows exactly the published blocks."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -84,6 +85,32 @@ def test_nothing_is_recorded_before_a_snapshot_and_after_stop() -> None:
     cache(pool, (2,))
     assert pool.published.changes is None
     assert reporter.report() is None
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_router_with_a_snapshot_from_before_a_stop_notices_the_missing_changes(
+    is_recorded: bool,
+) -> None:
+    """The snapshot is on its way to one router; this router leaves, and another one subscribes.
+
+    The worker sends the snapshot to the second router. The blocks that were cached around the stop
+    are in no change.
+    """
+    pool = BlockPool(4)
+    reporter = CacheReporter(pool.published)
+    reporter.request_snapshot()
+    report = reporter.report()
+    assert report is not None
+    assert report.snapshot is not None
+    if is_recorded:
+        cache(pool, (1,))
+    reporter.stop()
+    if not is_recorded:
+        cache(pool, (1,))
+    reporter.request_snapshot()
+    reporter.report()
+    cache(pool, (2,))
+    assert change_of(reporter).number > report.snapshot.next_number
 
 
 @settings(max_examples=150, deadline=None)
