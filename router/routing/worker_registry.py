@@ -19,6 +19,9 @@ class LivenessBounds:
     # A worker counts as lost or stuck only after a time of at least this many of its last step's
     # durations, even if `lost_after` or `stuck_after` is shorter.
     lost_steps: float = 20.0
+    # Upper limit of the time that follows from `lost_steps`, because a worker may report any
+    # duration of its last step.
+    longest_silence: float = 600.0
     # Time without a completed step after which a worker with work is stuck.
     stuck_after: float = 45.0
 
@@ -170,7 +173,9 @@ class WorkerRegistry:
         return found
 
     def _silence_bound(self, view: WorkerView, minimum: float) -> float:
-        return max(minimum, self._bounds.lost_steps * view.load.last_step_seconds)
+        bounds = self._bounds
+        steps = bounds.lost_steps * view.load.last_step_seconds
+        return max(minimum, min(steps, bounds.longest_silence))
 
     def _discount_own_pause(self, now: float) -> None:
         """Shift the times of workers, so that a pause of this router does not count as silence."""

@@ -92,6 +92,7 @@ class WorkerLink:
         self._wake = asyncio.Event()
         self._is_up = False
         self._is_wanted = True
+        self._refusal = ""  # why router or worker refused the last stream; empty if neither did
         self._close_reason = ""  # reason passed to `close`, or empty if `close` was not called
         self._stream: asyncio.Task[None] | None = None
         self._task = asyncio.create_task(self._reconnect_loop(), name=f"link to {worker}")
@@ -143,12 +144,15 @@ class WorkerLink:
             await self._task
 
     async def _reconnect_loop(self) -> None:
-        pause = MIN_BACKOFF_SECONDS
+        pause, warned_of = MIN_BACKOFF_SECONDS, ""
         while True:
             self._stream = asyncio.create_task(self._open_stream(), name=f"stream to {self.worker}")
             was_up, why = await self._wait_closed(self._stream)
             pause = MIN_BACKOFF_SECONDS if was_up else min(pause * 2, MAX_BACKOFF_SECONDS)
-            level = logging.WARNING if was_up else logging.DEBUG
+            # The next attempts usually fail for the same reason, so warn of it only once.
+            is_new_refusal = why == self._refusal and why != warned_of
+            warned_of = "" if was_up else self._refusal
+            level = logging.WARNING if was_up or is_new_refusal else logging.DEBUG
             log.log(level, "worker %s at %s: %s", self.worker, self.address, why)
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
 
@@ -165,11 +169,15 @@ class WorkerLink:
                 raise
             why = self._close_reason
         except TimeoutError:
-            why = f"no Welcome message within {CONNECT_SECONDS:g} s"
+            why = self._refusal = f"no Welcome message within {CONNECT_SECONDS:g} s"
         except (LinkBroken, ValueError) as error:
             why = str(error)
+            if not self._is_up:
+                self._refusal = why
         except grpc.aio.AioRpcError as error:
             why = f"{error.code().name}: {error.details()}"
+            if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+                self._refusal = why
         except Exception:  # an unexpected error must not stop the reconnect loop
             log.exception("stream to worker %s failed", self.worker)
         was_up = self._is_up

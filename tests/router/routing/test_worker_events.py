@@ -65,6 +65,13 @@ def test_a_worker_with_long_steps_may_be_silent_for_longer() -> None:
     assert isinstance(router.wait(2)[0], CloseStream)
 
 
+def test_duration_that_a_worker_reports_extends_the_silence_to_ten_minutes_at_most() -> None:
+    router = Router(M)
+    router(Stepped("m", TokenColumns(), WorkerLoad(last_step_seconds=4000.0)))
+    assert router.wait(599) == []
+    assert isinstance(router.wait(2)[0], CloseStream)
+
+
 def test_pause_of_the_router_does_not_count_as_silence_of_workers() -> None:
     router = Router(M)
     router.wait(1)

@@ -230,10 +230,13 @@ async def check_refused(
     words: str,
     token: str = "",
 ) -> None:
-    """Check that the link delivers no event, keeps retrying and logs `words`."""
+    """Check that the link delivers no event, keeps retrying, and warns of `words` once."""
     with caplog.at_level("DEBUG", worker_link.__name__):
         link = link_to(worker, received, token or worker.token)
-        await until(lambda: caplog.text.count(words) >= 2, caplog.text)
+        await until(lambda: caplog.text.count(words) >= 3, caplog.text)
+    levels = [each.levelname for each in caplog.records if words in each.getMessage()]
+    assert levels[0] == "WARNING"
+    assert set(levels[1:]) == {"DEBUG"}
     assert received.events == []
     await link.stop()
     assert received.events == []
