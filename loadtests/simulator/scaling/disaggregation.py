@@ -2,24 +2,27 @@
 
 Prefill and decode pools serve several loads in virtual time. Under the policy "rule", the router's
 rule decides for each prompt whether the prefill pool computes it ("apart"). Under "always", the
-prefill pool computes all prompts. Under "never", the decode pool computes all prompts. The rule is
+prefill pool computes all prompts. Under "never", the decode pool computes all prompts. "Mixed" has
+no pools: as many mixed workers serve the load. The rule is
 judged by the mean time from a request to the end of its answer, and by the share of requests that
-meet the goals in `goals`.
+meet the goals in `goals`. With `--trace`, the load is a whole trace.
 """
 
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeAlias
 
-from penstock.loadtests.bench.flags import option, read_flags
+from penstock.loadtests.bench.flags import check_least, option, read_flags
+from penstock.loadtests.bench.traces import BadTrace
 from penstock.loadtests.bench.workload import Lengths, Planned
 from penstock.loadtests.simulator.model.timing import Timing
 from penstock.loadtests.simulator.scaling.cluster import BANDWIDTH, Cluster, ClusterPlan
 from penstock.loadtests.simulator.scaling.goals import Figures, figures
 from penstock.loadtests.simulator.scaling.scalers import Static
-from penstock.loadtests.simulator.scaling.workloads import sinusoid, steps, varying
+from penstock.loadtests.simulator.scaling.workloads import from_trace, sinusoid, steps, varying
 from penstock.router.routing.placement.disaggregation import (
     DisaggregationPolicy,
     PrefillDecision,
@@ -79,33 +82,8 @@ POLICIES: Mapping[str, Callable[[], Policy]] = {
     "rule": LeastLoaded,
     "always": lambda: LeastLoaded(Always),
     "never": lambda: LeastLoaded(Never),
+    "mixed": LeastLoaded,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A load with the number of workers that serve it."""
-
-    name: str
-    rate: Callable[[float], float]  # maps the time in seconds to requests per second
-    most: float
-    inputs: str
-    outputs: str
-    prefill: int = 2
-    decode: int = 2
-    bandwidth: float = BANDWIDTH
-
-
-CASES: Sequence[Case] = (
-    Case("even", lambda at: 6.0, 6.0, "lognormal:256-4096", "lognormal:16-512"),
-    Case("light", lambda at: 0.5, 0.5, "lognormal:256-4096", "lognormal:16-512"),
-    Case("bursts", steps(2.0, 24.0, 10.0), 24.0, "lognormal:256-4096", "lognormal:16-256"),
-    Case("long prompts", sinusoid(1.0, 9.0, 60.0), 9.0, "lognormal:2048-8192", "32", 1, 3),
-    Case("long answers", lambda at: 4.0, 4.0, "lognormal:64-512", "lognormal:256-1024", 1, 3),
-    Case(
-        "slow network", lambda at: 4.0, 4.0, "lognormal:256-4096", "lognormal:16-512", bandwidth=5e8
-    ),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +93,57 @@ class Playing:
     seconds: float = option(120.0, "seconds during which requests arrive")
     seed: int = option(0, "the same seed gives the same runs")
     promised: float = option(0.0, "time-to-first-token SLO of the router, seconds; 0: none")
+    trace: Path | None = option(None, "a whole trace as the only load: JSON lines or an Azure CSV")  # noqa: RUF009
+    speed: float = option(1.0, "multiply the speed of the trace by this")
+    prefill: int = option(2, "prefill workers for the trace")
+    decode: int = option(2, "decode workers for the trace")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A load with the number of workers that serve it."""
+
+    name: str
+    load: Callable[[Playing], Sequence[Planned]]
+    prefill: int = 2
+    decode: int = 2
+    bandwidth: float = BANDWIDTH
+
+
+def arriving(
+    rate: Callable[[float], float], most: float, inputs: str, outputs: str
+) -> Callable[[Playing], Sequence[Planned]]:
+    """Return a load with random lengths.
+
+    Args:
+        rate: maps the time in seconds to requests per second.
+        most: the largest rate.
+        inputs: lengths of the prompts, as for `penstock bench`.
+        outputs: lengths of the answers.
+    """
+    lengths = Lengths.parse(inputs), Lengths.parse(outputs)
+    return lambda playing: varying(rate, most, playing.seconds, *lengths, playing.seed)
+
+
+LONG = "lognormal:256-4096"
+CASES: Sequence[Case] = (
+    Case("even", arriving(lambda at: 6.0, 6.0, LONG, "lognormal:16-512")),
+    Case("light", arriving(lambda at: 0.5, 0.5, LONG, "lognormal:16-512")),
+    Case("bursts", arriving(steps(2.0, 24.0, 10.0), 24.0, LONG, "lognormal:16-256")),
+    Case(
+        "long prompts",
+        arriving(sinusoid(1.0, 9.0, 60.0), 9.0, "lognormal:2048-8192", "32"),
+        prefill=1,
+        decode=3,
+    ),
+    Case(
+        "long answers",
+        arriving(lambda at: 4.0, 4.0, "lognormal:64-512", "lognormal:256-1024"),
+        prefill=1,
+        decode=3,
+    ),
+    Case("slow network", arriving(lambda at: 4.0, 4.0, LONG, "lognormal:16-512"), bandwidth=5e8),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,29 +167,51 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     about = "Compare the disaggregation rule with always and never disaggregating."
     (playing,) = read_flags("penstock simulate disaggregation", about, (Playing,), arguments)
-    if not 0 < playing.seconds < math.inf or not all(
-        0 <= each < 2**63 for each in (playing.seed, playing.promised)
-    ):
-        message = "--seconds must be above 0; --seed and --promised must not be negative"
-        print(f"penstock simulate disaggregation: {message}", file=sys.stderr)
-        return 2
     lost: list[str] = []
-    print(HEADER)
     try:
-        for case in CASES:
-            outcomes = {name: play(case, POLICIES[name](), playing) for name in POLICIES}
-            for name, outcome in outcomes.items():
-                print(row(case.name, name, outcome), flush=True)
+        _check(playing)
+        cases = cases_of(playing)
+        print(HEADER)
+        for case in cases:
+            outcomes = {}
+            for name in POLICIES:
+                outcomes[name] = play(case, name, playing)
+                print(row(case.name, name, outcomes[name]), flush=True)
             lost += [f"{case.name}: {why}" for why in losses(outcomes)]
+    except (ValueError, OSError) as error:
+        print(f"penstock simulate disaggregation: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return 130
     print("\n".join(lost) or "the rule is nowhere behind")
     return 1 if lost else 0
 
 
-def play(case: Case, policy: Policy, playing: Playing) -> Outcome:
+def _check(playing: Playing) -> None:
+    if not all(0 < each < math.inf for each in (playing.seconds, playing.speed)):
+        raise ValueError("--seconds and --speed must be above 0 and finite")
+    if not all(0 <= each < 2**63 for each in (playing.seed, playing.promised)):
+        raise ValueError("--seed and --promised must not be negative")
+    check_least(playing, 1, ("prefill", "decode"), ValueError)
+
+
+def cases_of(playing: Playing) -> Sequence[Case]:
+    """Return the cases to simulate. Raises BadTrace and OSError."""
+    if playing.trace is None:
+        return CASES
+    trace, speed = playing.trace, playing.speed
+    rows = from_trace(trace, math.inf, speed, LIMITS.max_model_len // 2, LIMITS.max_model_len // 2)
+    if not rows:
+        raise BadTrace(f"{trace} has no requests")
+    return [Case(trace.stem, lambda playing: rows, playing.prefill, playing.decode)]
+
+
+def play(case: Case, name: str, playing: Playing) -> Outcome:
     """Run one case under one policy until all requests have ended."""
+    policy = POLICIES[name]()
     pools = {"prefill": case.prefill, "decode": case.decode}
+    if name == "mixed":
+        pools = {"mixed": case.prefill + case.decode}
     plan = ClusterPlan(
         pools,
         LIMITS,
@@ -169,7 +220,7 @@ def play(case: Case, policy: Policy, playing: Playing) -> Outcome:
         ttft_slo_seconds=playing.promised,
         reports_step_seconds=True,
     )
-    cluster = Cluster(plan, load_of(case, playing), Static(pools), policy)
+    cluster = Cluster(plan, case.load(playing), Static(pools), policy)
     cluster.run()
     decided = cluster.router.dispatcher.num_prefill_decisions
     apart = sum(count for what, count in decided.items() if what.startswith("apart"))
@@ -178,14 +229,9 @@ def play(case: Case, policy: Policy, playing: Playing) -> Outcome:
     return Outcome(figures(cluster, plan), mean, apart / max(sum(decided.values()), 1))
 
 
-def load_of(case: Case, playing: Playing) -> list[Planned]:
-    inputs, outputs = Lengths.parse(case.inputs), Lengths.parse(case.outputs)
-    return varying(case.rate, case.most, playing.seconds, inputs, outputs, playing.seed)
-
-
 def losses(outcomes: Outcomes) -> list[str]:
-    """Return the criteria by which the rule is worse than the better of the two fixed policies."""
-    rule, others = outcomes["rule"], [outcomes["always"], outcomes["never"]]
+    """Return the criteria by which the rule is worse than the best of the other arrangements."""
+    rule, others = outcomes["rule"], [each for name, each in outcomes.items() if name != "rule"]
     lost = []
     if rule.figures.kept < max(each.figures.kept for each in others) - SLACK:
         lost.append("goals kept")
