@@ -291,24 +291,24 @@ class WorkerLink:
                 message.number = number
                 await call.write(message)
             try:
-                async with asyncio.timeout(self._heartbeat_interval()):
+                async with asyncio.timeout(_heartbeat_interval(self.load, self._has_sent)):
                     await self._wake.wait()
             except TimeoutError:
                 self._has_sent = False
                 self._unsent.append(pb.ToWorker(heartbeat=pb.Heartbeat()))
 
-    def _heartbeat_interval(self) -> float:
-        """Return the seconds until the next heartbeat.
 
-        Idle workers get fewer heartbeats: each heartbeat costs the router time, and most workers of
-        a large cluster (a thousand workers) may be idle.
-        """
-        load = self.load
-        is_idle = load is not None and not (
-            self._has_sent
-            or load.running
-            or load.queued
-            or load.leased_blocks
-            or load.reserved_blocks
-        )
-        return IDLE_HEARTBEAT_SECONDS if is_idle else HEARTBEAT_SECONDS
+def _heartbeat_interval(load: WorkerLoad | None, has_sent: bool) -> float:
+    """Return the seconds until the next heartbeat.
+
+    Idle workers get fewer heartbeats: each heartbeat costs the router time, and most workers of a
+    large cluster (a thousand workers) may be idle.
+
+    Args:
+        load: last reported load of the worker, or None if it is unknown.
+        has_sent: whether a command was sent since the last heartbeat.
+    """
+    is_idle = load is not None and not (
+        has_sent or load.running or load.queued or load.leased_blocks or load.reserved_blocks
+    )
+    return IDLE_HEARTBEAT_SECONDS if is_idle else HEARTBEAT_SECONDS
