@@ -135,7 +135,7 @@ class Dispatcher:
         self._failover = Failover(self._registry, self._requests, self._timeouts, self.counters)
         components = self._registry, self._requests, self._migrator, self._queue, self._timeouts
         self._worker_events = reports = WorkerEventHandler(
-            *components, self._failover, self.counters, limits.max_gaps
+            *components, self._failover, self.cache_feed, self.counters, limits.max_gaps
         )
         self._handlers: dict[type[Any], Callable[[Any, Commands, float], None]] = {
             RequestArrived: self._request_arrived,

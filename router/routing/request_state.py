@@ -18,6 +18,7 @@ from penstock.router.routing.events import (
     Status,
     WorkerInfo,
 )
+from penstock.router.routing.prefix_cache.cache_claims import CacheClaim
 from penstock.router.routing.submission import Submission, Submissions
 from penstock.router.routing.token_log import AppendResult
 
@@ -51,6 +52,7 @@ class RequestState(Submissions):
         # `RequestTable` sets the following attributes.
         self.decode_target: str | None = None  # next worker, once the current worker yields
         self.unfit_workers: set[str] = set()  # workers on which the request can never fit
+        self.cache_claim: CacheClaim | None = None  # claim of the worker of the last placement
         self.arrived_at = 0.0  # in seconds of the router's monotonic clock
         self.submitted_at = 0.0  # time of the last submission, on the same clock
         self.num_rebalances = 0  # how often the request was taken back from a full worker

@@ -6,9 +6,11 @@ from collections.abc import Collection, Sequence
 from penstock.router.routing import request_state, worker_view
 from penstock.router.routing.decisions import DecisionListener
 from penstock.router.routing.events import Command, Status
+from penstock.router.routing.placement.cached_prefix import CachedPrefix
 from penstock.router.routing.placement.demand import Demand
 from penstock.router.routing.placement.policy import Placement, Policy
 from penstock.router.routing.placement.prefix_knowledge import PrefixKnowledge
+from penstock.router.routing.prefix_cache.cache_claims import CacheClaim, CacheClaims
 from penstock.router.routing.prefix_cache.prefix_index import PrefixIndex
 from penstock.router.routing.queue.admission import queued_request
 from penstock.router.routing.queue.fair_queue import FairQueue
@@ -43,6 +45,7 @@ class RequestTable:
         prefix_index: PrefixIndex,
     ) -> None:
         self._prefixes = PrefixKnowledge(prefix_index)
+        self.claims = CacheClaims(prefix_index)
         self._policy = policy
         self._registry = registry
         self._queue, self._throttle = queue, throttle
@@ -131,12 +134,11 @@ class RequestTable:
             self._queue.dequeue(state.request.id, now)
             self.listener.placed(state, placement, demand, views, now)
             self._assign(state, placement, demand.num_uncached(placement.worker), out, now)
+            state.cache_claim = claim_of(state, demand, placement.worker, self.claims)
             self._update_views(state, now)
             return True
-        unfit = "the request fits on no worker"
-        return self.end_if_unfit(state, unfit, out, now) or self._end_if_overdue(
-            state, views, out, now
-        )
+        has_ended = self.end_if_unfit(state, "the request fits on no worker", out, now)
+        return has_ended or self._end_if_overdue(state, views, out, now)
 
     def _end_if_late(
         self, state: RequestState, views: Sequence[WorkerView], out: list[Command], now: float
@@ -325,3 +327,25 @@ def demand_of(
         prefixes.cached_tokens(state.request, now),
         state.request.prompt_hashes,
     )
+
+
+def claim_of(
+    state: RequestState, demand: Demand, worker: str, claims: CacheClaims
+) -> CacheClaim | None:
+    """Return the prompt tokens that a worker must find in its cache, or None if that is unknown.
+
+    Args:
+        state: the request, which was placed on the worker just now.
+        demand: its properties, as they were when the worker was chosen.
+        worker: name of the worker.
+        claims: makes the claim.
+    """
+    cached, num_tokens = demand.cached_tokens, len(state.request.prompt)
+    # A request that resumes or that receives KV does not show what the worker has cached.
+    if state.pending is not None or demand.num_tokens > num_tokens:
+        return None
+    if not isinstance(cached, CachedPrefix) or not cached.is_reported:
+        return None
+    # A worker computes at least the last token of a prompt.
+    most = (num_tokens - 1) // cached.unit * cached.unit
+    return claims.claim(worker, state.attempt, min(cached.get(worker, 0), most))

@@ -20,6 +20,7 @@ from penstock.router.routing.events import (
 )
 from penstock.router.routing.failover import Failover
 from penstock.router.routing.placement.migration import RequestMigrator
+from penstock.router.routing.prefix_cache.cache_feed import CacheFeed
 from penstock.router.routing.queue.fair_queue import FairQueue
 from penstock.router.routing.queue.timeouts import RequestTimeouts
 from penstock.router.routing.request_state import RequestState
@@ -42,6 +43,7 @@ class WorkerEventHandler:
         queue: FairQueue,
         timeouts: RequestTimeouts,
         failover: Failover,
+        cache_feed: CacheFeed,
         counters: Counters,
         max_gaps: int,
     ) -> None:
@@ -52,6 +54,7 @@ class WorkerEventHandler:
         self._charge_output = queue.charge_output
         self._timeouts = timeouts
         self._failover = failover
+        self._cache_feed = cache_feed
         self._counters = counters
         self._max_gaps = max_gaps
 
@@ -100,6 +103,7 @@ class WorkerEventHandler:
             state = self._states.get(request)
             if state is not None:
                 state.record_cached(event.worker, attempt, num_tokens, out)
+                self._check_claim(state, event.worker, attempt, num_tokens, out, now)
         if event.prompts:
             self._prompts_scored(event, view, out, now)
         if event.tokens:
@@ -109,6 +113,24 @@ class WorkerEventHandler:
             if state is not None and state.aborted(event.worker, attempt, reason, out):
                 self._requests.reconcile(state, out, now)
         self._reported(view, event, now)
+
+    def _check_claim(
+        self,
+        state: RequestState,
+        worker: str,
+        attempt: int,
+        num_found: int,
+        out: Commands,
+        now: float,
+    ) -> None:
+        """Compare the cached tokens that a worker has found with those that it had reported."""
+        claim = state.cache_claim
+        if claim is None or (claim.worker, claim.attempt) != (worker, attempt):
+            return
+        if self._requests.claims.is_refuted(claim, num_found):
+            resync = self._cache_feed.distrust(worker, now)
+            if resync is not None:
+                out.append(resync)
 
     def _append_tokens(self, event: Stepped, view: WorkerView, out: Commands, now: float) -> None:
         """Append a step's tokens to their requests and deliver them with one command.

@@ -23,14 +23,18 @@ class CachedPrefix(Mapping[str, int]):
         slots: numbers of the workers in `levels`. They must not change while this object is used.
         levels: the workers by depth.
         unit: number of tokens per unit of depth.
+        is_reported: whether the workers have reported all of these tokens, and a unit is a block.
     """
 
-    __slots__ = ("_tokens", "levels", "slots", "unit")
+    __slots__ = ("_tokens", "is_reported", "levels", "slots", "unit")
 
-    def __init__(self, slots: WorkerSlots, levels: Levels, unit: int = 1) -> None:
+    def __init__(
+        self, slots: WorkerSlots, levels: Levels, unit: int = 1, is_reported: bool = False
+    ) -> None:
         self.slots = slots
         self.levels = levels
         self.unit = unit
+        self.is_reported = is_reported
         self._tokens: dict[str, int] | None = None
 
     def as_dict(self) -> dict[str, int]:

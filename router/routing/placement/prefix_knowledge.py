@@ -38,7 +38,7 @@ class PrefixKnowledge:
                 sources.append((block_size, self._recent.levels(hashes)))
         if len(sources) == 1:
             ((block_size, levels),) = sources
-            return CachedPrefix(self._index.slots, levels, block_size)
+            return CachedPrefix(self._index.slots, levels, block_size, is_reported=True)
         return CachedPrefix(self._index.slots, merge_levels(sources))
 
     def placed(self, request: Request, worker: str, block_size: int) -> None:

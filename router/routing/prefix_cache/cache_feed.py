@@ -141,6 +141,17 @@ class CacheFeed:
                 due.append(self._request(worker, feed, now))
         return due
 
+    def distrust(self, worker: str, now: float) -> ResyncCache | None:
+        """Forget a worker whose reports are wrong; return a command if a snapshot is needed now.
+
+        See `CacheClaims`.
+        """
+        feed = self._feeds.get(worker)
+        if feed is None or feed.state is not _State.LIVE:
+            return None
+        reason = "the worker found fewer cached tokens than it had reported, for several requests"
+        return self._resync(worker, feed, reason, now)
+
     # -------------------------------------------------------------- checks
 
     def _apply(self, worker: str, change: CacheChange, feed: _Feed) -> None:

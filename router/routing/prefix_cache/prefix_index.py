@@ -8,6 +8,7 @@ blocks that continue the prompt into the tree. The result is therefore exact, in
 blocks are stored and evicted.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from penstock.router.routing.prefix_cache.radix_tree import START, RadixTree
@@ -33,6 +34,8 @@ class PrefixIndex:
         self._slots: dict[str, int] = {}  # slot of each worker of this index
         self.workers: Workers = 0  # set of the workers of this index
         self._num_blocks: dict[int, int] = {}  # number of blocks of each worker, by slot
+        # For each worker, how often blocks were removed; see `num_removals`.
+        self._num_removals: Counter[str] = Counter()
         self._tree = RadixTree()  # tree of the reachable blocks
         self._loose = _LooseBlocks()
         # Slots of the forgotten workers of which some blocks must still be removed.
@@ -92,6 +95,7 @@ class PrefixIndex:
         slot = self._slots.get(worker)
         if slot is None:
             return
+        self._num_removals[worker] += 1
         loose = self._loose.of_slot[slot]
         for block in hashes:
             if block in loose:
@@ -117,6 +121,7 @@ class PrefixIndex:
         slot = self._slots.pop(worker, None)
         if slot is None:
             return
+        self._num_removals[worker] += 1
         del self._num_blocks[slot]
         self.workers ^= 1 << slot
         self._leaving[worker] = slot
@@ -146,6 +151,10 @@ class PrefixIndex:
         """Return the number of blocks of a worker."""
         slot = self._slots.get(worker)
         return 0 if slot is None else self._num_blocks[slot]
+
+    def num_removals(self, worker: str) -> int:
+        """Return a number that rises whenever blocks of a worker are evicted or forgotten."""
+        return self._num_removals[worker]
 
     def holds(self, worker: str, block: int) -> bool:
         """Return whether a worker has a block, with or without the blocks before it."""
