@@ -13,7 +13,8 @@ class Arrangement:
     title: str
     num_workers: int
     flags: tuple[str, ...]  # flags of `penstock serve`
-    # False for the default, which is compared with the best static arrangement.
+    # False for the default, which is compared with the best static arrangement. With SLOs, it is
+    # compared with the best static arrangement that has SLOs too.
     is_static: bool = True
     has_slo: bool = False  # whether the server gets the goals of the loads as its SLOs
 
@@ -33,7 +34,7 @@ class Arrangement:
     def with_slo(self) -> "Arrangement":
         """Return this arrangement with the goals of the loads as SLOs of the server."""
         name, title = f"{self.name}-slo", f"{self.title} with SLOs"
-        return replace(self, name=name, title=title, is_static=False, has_slo=True)
+        return replace(self, name=name, title=title, has_slo=True)
 
 
 DEFAULT = Arrangement("default", "penstock serve", 2, (), is_static=False)
