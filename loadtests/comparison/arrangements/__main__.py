@@ -2,10 +2,12 @@
 
 `python -m penstock.loadtests.comparison.arrangements` starts one server per arrangement and keeps
 all of them running, but sends load to one at a time. The arrangements are the default (one prefill
-and one decode worker), two mixed workers, and one mixed worker with all cores. The first two loads
-of each arrangement are discarded as a warm-up. All loads are sent over HTTP. Each number of
-`--streams` gives a closed loop with that number of streams. `--mix` adds a load whose lengths
-change every 30 s, and `--trace` adds a thinned trace. `--offline` also measures the engine alone.
+and one decode worker), two mixed workers, one mixed worker with all cores, and a fixed pair. In the
+fixed pair, an operator has assigned the role of the prefill worker, and each worker keeps half of
+the cores. The first two loads of each arrangement are discarded as a warm-up. All loads are sent
+over HTTP. Each number of `--streams` gives a closed loop with that number of streams. `--mix` adds
+a load whose lengths change every 30 s, and `--trace` adds a thinned trace. `--offline` also
+measures the engine alone.
 """
 
 import asyncio
@@ -20,6 +22,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Literal
 
+from penstock.cli.status import NoStatus
 from penstock.loadtests.bench.client_http import HttpClient
 from penstock.loadtests.bench.clients import Target
 from penstock.loadtests.bench.flags import check_least, option, read_flags
@@ -151,6 +154,7 @@ async def _measure(options: Options) -> dict[str, Any]:
             more = ("--max-model-len", str(options.max_model_len), *options.serve_flags.split())
             arguments = each.serve_arguments(str(model), _KV_GIB * 1024, more, options.goals())
             running = await stack.enter_async_context(serving(arguments))
+            await each.assign_roles(running.metrics_address)
             clients[each.name] = client = HttpClient(Target(running.http_address, "completions"))
             stack.push_async_callback(client.close)
         vocab_size = json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
@@ -267,7 +271,7 @@ def _as_json(samples: Mapping[str, Mapping[str, Sample]]) -> dict[str, Any]:
 async def _checked_measure(options: Options) -> dict[str, Any]:
     try:
         return await _measure(options)
-    except (BadTrace, EngineFailed, NoCheckpoint, NotInstalled) as error:
+    except (BadTrace, EngineFailed, NoCheckpoint, NoStatus, NotInstalled) as error:
         raise ValueError(str(error)) from error
 
 

@@ -1,11 +1,17 @@
+import asyncio
+import os
 from pathlib import Path
 
 import pytest
 
 from penstock.cli.flags import read_spec
+from penstock.cli.status import fetch
 from penstock.loadtests.bench.metrics import Goals
 from penstock.loadtests.comparison.arrangements.__main__ import Options, main
 from penstock.loadtests.comparison.arrangements.arrangements import BY_NAME
+from penstock.router.config import RouterConfig
+from tests.support.served_router import model_folder, serving
+from tests.support.stub_worker import StubWorker
 
 
 @pytest.mark.parametrize(
@@ -53,11 +59,24 @@ def test_serve_accepts_the_arguments_of_every_arrangement() -> None:
         used = [pool for pool in pools if pool.replicas]
         assert sum(pool.replicas for pool in used) == each.num_workers
         assert {pool.kv_cache_mib for pool in used} == {2048 // each.num_workers}
+        threads = max(1, len(os.sched_getaffinity(0)) // 2) if each.has_fixed_threads else None
+        assert {pool.threads for pool in used} == {threads}
         slos = spec.engine.ttft_slo_seconds, spec.engine.tpot_slo_seconds
         assert slos == ((2.0, 0.15) if each.name.endswith("-slo") else (0.0, 0.0))
 
 
 def test_arrangements_with_slos_are_measured_only_by_name() -> None:
-    assert [each.name for each in Options().chosen()] == ["default", "two-mixed", "one-mixed"]
+    names = ["default", "two-mixed", "one-mixed", "fixed-pair"]
+    assert [each.name for each in Options().chosen()] == names
     chosen = Options(arrangements=("two-mixed-slo", "default")).chosen()
     assert [each.name for each in chosen] == ["two-mixed-slo", "default"]
+
+
+async def test_only_the_fixed_pair_has_a_role_that_an_operator_assigned(tmp_path: Path) -> None:
+    config = RouterConfig(model_folder(tmp_path), "stub")
+    workers = StubWorker("prefill-0", "prefill"), StubWorker("decode-0", "decode")
+    async with serving(config, *workers) as served:
+        for name, assigned in (("default", {}), ("fixed-pair-slo", {"prefill-0": "prefill"})):
+            await BY_NAME[name].assign_roles(served.admin_url)
+            roles = (await asyncio.to_thread(fetch, served.admin_url, ""))["roles"]
+            assert {worker: each["role"] for worker, each in roles.items()} == assigned
