@@ -8,7 +8,9 @@ import asyncio
 import dataclasses
 import json
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Coroutine, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -128,12 +130,12 @@ def run(
 ) -> int:
     """Run `measure`, write its results to `save_json` unless empty, and return the exit code.
 
-    The exit code is 0 for success, 1 if the measurement failed (the reason is printed), or 130
-    after Ctrl-C.
+    The exit code is 0 for success, 1 if the measurement failed (the reason is printed), 130
+    after Ctrl-C, or 143 after SIGTERM. Both signals cancel `measure`, so that it ends its servers.
     """
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            figures = runner.run(measure())
+            figures = runner.run(_until_sigterm(measure))
         result = {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "config": config,
@@ -147,4 +149,29 @@ def run(
         return 1
     except KeyboardInterrupt:
         return 130
+    except asyncio.CancelledError:
+        return 143
     return 0
+
+
+async def _until_sigterm(
+    measure: Callable[[], Coroutine[Any, Any, dict[str, Any]]],
+) -> dict[str, Any]:
+    """Return the results of `measure`. SIGTERM cancels it once; further ones are ignored.
+
+    A handler of its own is needed: in the background of a shell script, SIGINT is ignored.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return await measure()
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+
+    def cancel() -> None:
+        loop.add_signal_handler(signal.SIGTERM, lambda: None)
+        task.cancel()
+
+    loop.add_signal_handler(signal.SIGTERM, cancel)
+    try:
+        return await measure()
+    finally:
+        loop.remove_signal_handler(signal.SIGTERM)

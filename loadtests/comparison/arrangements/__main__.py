@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 from penstock.cli.status import NoStatus
 from penstock.loadtests.bench.client_http import HttpClient
-from penstock.loadtests.bench.clients import Target
+from penstock.loadtests.bench.clients import Client, Target
 from penstock.loadtests.bench.flags import check_least, option, read_flags
 from penstock.loadtests.bench.load import Load
 from penstock.loadtests.bench.metrics import Goals
@@ -122,10 +122,10 @@ class Options:
         return loads
 
 
-class _Servers:
+class Servers:
     """The running arrangements, with a client for each."""
 
-    def __init__(self, clients: Mapping[str, HttpClient], vocab_size: int, seed: int) -> None:
+    def __init__(self, clients: Mapping[str, Client], vocab_size: int, seed: int) -> None:
         self._clients = clients
         self._vocabulary = ordinary_tokens(vocab_size)
         self._seed = seed
@@ -134,13 +134,16 @@ class _Servers:
     async def measure(self, name: str, load: LoadPlan, number: int) -> Sample:
         """Send a load to one arrangement.
 
-        The prompts of this load differ from those of other rounds and loads.
+        The prompts of this load differ from those of other rounds and loads. A load that is
+        cancelled raises CancelledError instead of giving the figures of a part.
         """
         self._num_loads += 1
         seed = self._seed + 1_000 * self._num_loads + number
         prompts = Prompts(self._vocabulary, seed)
         sent = Load(self._clients[name], prompts, load.plan, load.concurrency)
         await sent.run()
+        if sent.interrupted:
+            raise asyncio.CancelledError
         return sample_of(sent.outcomes, sent.duration, load.goals)
 
 
@@ -158,7 +161,7 @@ async def _measure(options: Options) -> dict[str, Any]:
             clients[each.name] = client = HttpClient(Target(running.http_address, "completions"))
             stack.push_async_callback(client.close)
         vocab_size = json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
-        servers = _Servers(clients, int(vocab_size), options.seed)
+        servers = Servers(clients, int(vocab_size), options.seed)
         engine = _Offline(model, options) if options.offline else None
         if engine is not None:
             stack.callback(engine.close)
@@ -173,7 +176,7 @@ async def _measure(options: Options) -> dict[str, Any]:
 
 
 async def _rounds(
-    servers: _Servers,
+    servers: Servers,
     engine: "_Offline | None",
     offline: list[float],
     options: Options,
@@ -198,7 +201,7 @@ async def _rounds(
     return rounds
 
 
-async def _warm_up(servers: _Servers, clients: Mapping[str, HttpClient], options: Options) -> None:
+async def _warm_up(servers: Servers, clients: Mapping[str, HttpClient], options: Options) -> None:
     """Load each arrangement briefly with one stream and with several, as a warm-up."""
     for name in clients:
         for streams in (1, 16):
@@ -278,7 +281,8 @@ async def _checked_measure(options: Options) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print and save the results, and return the exit code.
 
-    The code is 0 for success, 1 if it failed, 2 for wrong flags, 130 after Ctrl-C.
+    The code is 0 for success, 1 if it failed, 2 for wrong flags, 130 after Ctrl-C,
+    143 after SIGTERM.
     """
     about = "Throughput and latency of the default, beside other arrangements of the same cores."
     try:

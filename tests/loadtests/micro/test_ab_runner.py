@@ -1,5 +1,8 @@
 import json
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -86,3 +89,32 @@ def test_failed_measurement_gives_a_one_line_error(capsys: pytest.CaptureFixture
 
     assert run(measure, {}, "") == 1
     assert capsys.readouterr().err == "nothing to compare\n"
+
+
+_INTERRUPTED = """
+import asyncio, signal
+from penstock.loadtests.micro.ab_runner import run
+
+async def measure():
+    try:
+        signal.raise_signal({number})
+        await asyncio.Event().wait()
+    finally:
+        await asyncio.sleep(0)
+        print("ended")
+
+exit(run(measure, {{}}, ""))
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_measurement_ends_its_servers_after_a_signal(number: signal.Signals, code: int) -> None:
+    script = _INTERRUPTED.format(number=int(number))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.stdout, done.returncode, done.stderr) == ("ended\n", code, "")
+
+
+def test_sigterm_ends_a_measurement_in_the_background_of_a_script() -> None:
+    script = f"import signal; signal.signal(signal.SIGINT, signal.SIG_IGN){_INTERRUPTED}"
+    command = [sys.executable, "-c", script.format(number=int(signal.SIGTERM))]
+    assert subprocess.run(command, capture_output=True, text=True).returncode == 143

@@ -7,9 +7,11 @@ import pytest
 from penstock.cli.flags import read_spec
 from penstock.cli.status import fetch
 from penstock.loadtests.bench.metrics import Goals
-from penstock.loadtests.comparison.arrangements.__main__ import Options, main
+from penstock.loadtests.comparison.arrangements.__main__ import Options, Servers, main
 from penstock.loadtests.comparison.arrangements.arrangements import BY_NAME
+from penstock.loadtests.comparison.arrangements.loads import closed_loop
 from penstock.router.config import RouterConfig
+from tests.loadtests.bench.test_load import FakeClient
 from tests.support.served_router import model_folder, serving
 from tests.support.stub_worker import StubWorker
 
@@ -80,3 +82,15 @@ async def test_only_the_fixed_pair_has_a_role_that_an_operator_assigned(tmp_path
             await BY_NAME[name].assign_roles(served.admin_url)
             roles = (await asyncio.to_thread(fetch, served.admin_url, ""))["roles"]
             assert {worker: each["role"] for worker, each in roles.items()} == assigned
+
+
+async def test_cancelled_load_ends_the_measurement() -> None:
+    client = FakeClient()
+    client.expected_running = 2
+    client.gate.clear()
+    servers = Servers({"default": client}, 1000, 0)
+    measuring = asyncio.ensure_future(servers.measure("default", closed_loop(2, 4, 8, 2), 0))
+    await client.all_started.wait()
+    measuring.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await measuring
