@@ -228,14 +228,21 @@ def _write(
     """Write the HTML page and the JSON file, if their options are set."""
     title = _title(arrangement, len(predicted.due))
     if playing.page is not None:
-        about = [f"{title}. A prediction is met within 10%, or between the measured runs."]
+        about = [
+            f"{title}. A prediction is met within 10%, or between the first two measured runs."
+        ]
         cells = [row.cells() for row in rows]
         charts = charts_of(measured, predicted)
         text = page("Measured and simulated", about, HEADER, cells, charts)
         playing.page.write_text(text, encoding="utf-8")
     if playing.save_json is not None:
         figures: list[dict[str, Any]] = [
-            {"name": row.name, "measured": row.measured, "predicted": row.predicted} for row in rows
+            {
+                "name": row.name,
+                "measured": [_known(value) for value in row.measured],
+                "predicted": _known(row.predicted),
+            }
+            for row in rows
         ]
         saved = {"workers": dict(arrangement.pools), "load": title, "figures": figures}
         playing.save_json.write_text(json.dumps(saved, indent=1) + "\n", encoding="utf-8")
@@ -243,3 +250,8 @@ def _write(
 
 if __name__ == "__main__":
     sys.exit(main())
+def _known(value: float) -> float | None:
+    """Return a value for JSON, which has no NaN."""
+    return None if math.isnan(value) else value
+
+

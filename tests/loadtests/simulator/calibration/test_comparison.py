@@ -1,6 +1,7 @@
 """The comparison of predictions with measurements, and the loads that are compared."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -40,8 +41,13 @@ from penstock.loadtests.simulator.scaling.page import page
         ((0.5, 1.5), 1.6, False),
         ((1.0,), 0.91, True),
     ],
+        ((0.9, 1.0, 1.4), 1.3, False),  # a third run does not widen the range
+        ((math.nan, math.nan), math.nan, False),  # no samples
+        ((0.1, 0.1), math.nan, False),
+        ((math.nan, 0.1), 0.1, False),
+        ((0.0, 0.0), 0.0, False),
 )
-def test_prediction_is_met_near_the_mean_or_between_the_runs(
+def test_prediction_is_met_near_the_mean_or_between_two_runs(
     measured: tuple[float, ...], predicted: float, is_met: bool
 ) -> None:
     row = Row("TTFT median", measured, predicted)
@@ -56,7 +62,13 @@ def test_comparison_has_median_and_p90_of_both_latencies() -> None:
     assert rows[0].measured == pytest.approx([0.2, 0.3])
     assert rows[0].predicted == pytest.approx(0.2)
     assert rows[1].predicted == pytest.approx(0.36)
-    assert rows[3].predicted == 0.0
+    assert math.isnan(rows[3].predicted)
+    assert rows[3].cells() == ["TPOT p90", "10.0, 30.0 ms", "- ms", "-", "100.0%", "missed"]
+
+
+def test_answers_of_one_token_have_no_time_per_token_to_compare() -> None:
+    run = Latencies([0, 1], [0.1, 0.2], [])
+    assert [row.name for row in compare([run, run], run)] == ["TTFT median", "TTFT p90"]
 
 
 def test_the_page_shows_percentiles_and_times() -> None:
