@@ -27,6 +27,7 @@ from penstock.router.api.live import LiveStreams
 from penstock.router.api.openai.json_fragments import array
 from penstock.router.api.openai.routes import HTTP_HANDLERS, OpenAiApi
 from penstock.router.api.page import page_files, page_routes
+from penstock.router.config import RouterConfig
 from penstock.router.errors import invalid
 from penstock.router.frontend import Frontend
 from penstock.router.observability.event_log import log_drain
@@ -165,7 +166,7 @@ class AdminApi:
         slices = Slices()
         state = self._frontend.take_snapshot()
         await slices.pause()
-        return await _large_json(_status_fragments(state), slices)
+        return await _large_json(_status_fragments(state, self._frontend.config), slices)
 
     async def steps(self, request: Request) -> Response:
         """Return columns of numbers about the latest steps of each worker, by worker name."""
@@ -218,8 +219,8 @@ async def _large_json(fragments: Iterator[str], slices: Slices) -> LargeResponse
     return LargeResponse(body, "application/json")
 
 
-def _status_fragments(state: ClusterState) -> Iterator[str]:
-    """Yield the state of the cluster as JSON, with one worker per fragment.
+def _status_fragments(state: ClusterState, config: RouterConfig) -> Iterator[str]:
+    """Yield the state of the cluster and the router's SLOs as JSON, with one worker per fragment.
 
     Keys are the field names, except in the statistics of workers.
     """
@@ -229,6 +230,8 @@ def _status_fragments(state: ClusterState) -> Iterator[str]:
             yield from array(dumps(_worker_json(each)) for each in state.workers)
         else:
             yield dumps(getattr(state, field.name))
+    for name in ("ttft_slo_seconds", "tpot_slo_seconds"):
+        yield f",{dumps(name)}:{dumps(getattr(config, name))}"
     yield "}"
 
 
@@ -257,6 +260,7 @@ def _worker_stats_json(stats: WorkerStats) -> Json:
         "running": load.running,
         "places": stats.max_sequences,
         "max_batched_tokens": stats.max_batched_tokens,
+        "block_size": stats.block_size,
         "waiting": load.queued,
         "waiting_tokens": load.queued_tokens,
         "blocks": dict(stats.blocks),

@@ -46,7 +46,6 @@ class Served:
     )
     admin: str = option("", "operators' address; default: that of penstock serve")
     api_key_file: Path | None = option(None, ABOUT)  # noqa: RUF009
-    block_size: int = option(16, "tokens of a KV block, as given to penstock serve")
     seed: int = option(0, "the same seed gives the same lengths and arrival times")
 
 
@@ -87,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         timing, load = _timing_of(playing), load_of(playing, served.seed)
         arrangement, measured = asyncio.run(_measure(served, playing.runs, load))
-        predicted = simulated(load, arrangement, timing, served)
+        predicted = simulated(load, arrangement, timing)
         rows = compare(measured, predicted)
         _write(playing, arrangement, rows, measured, predicted)
     except (WrongOptions, BadTiming, BadTrace, BadKey, ValueError) as error:
@@ -148,23 +147,27 @@ def thinned(path: Path, seconds: float, keep: float, divide: int, seed: int) -> 
     ]
 
 
-def simulated(
-    load: Sequence[Planned], arrangement: Arrangement, timing: Timing, served: Served
-) -> Latencies:
+def simulated(load: Sequence[Planned], arrangement: Arrangement, timing: Timing) -> Latencies:
     """Return the latencies of the load on simulated workers."""
     limits = SchedulerConfig(
         num_blocks=arrangement.kv_blocks,
-        max_model_len=arrangement.kv_blocks * served.block_size,
-        block_size=served.block_size,
+        max_model_len=arrangement.kv_blocks * arrangement.block_size,
+        block_size=arrangement.block_size,
         max_sequences=arrangement.max_sequences,
         max_batched_tokens=arrangement.max_batched_tokens,
+        tpot_slo_seconds=arrangement.tpot_slo_seconds,
     )
     # If the workers slowed each other down in the calibration, they share the cores of one machine.
     # In that case routers also learn step times, so that they can compare the speed of one busy
     # worker with that of several.
     is_shared = timing.sharing > 0
     plan = ClusterPlan(
-        arrangement.pools, limits, timing, is_one_machine=is_shared, reports_step_seconds=is_shared
+        arrangement.pools,
+        limits,
+        timing,
+        ttft_slo_seconds=arrangement.ttft_slo_seconds,
+        is_one_machine=is_shared,
+        reports_step_seconds=is_shared,
     )
     cluster = Cluster(plan, load, Static(arrangement.pools))
     cluster.run()
@@ -248,10 +251,10 @@ def _write(
         playing.save_json.write_text(json.dumps(saved, indent=1) + "\n", encoding="utf-8")
 
 
-if __name__ == "__main__":
-    sys.exit(main())
 def _known(value: float) -> float | None:
     """Return a value for JSON, which has no NaN."""
     return None if math.isnan(value) else value
 
 
+if __name__ == "__main__":
+    sys.exit(main())

@@ -35,6 +35,9 @@ class Arrangement:
     kv_bytes: float  # bytes per position in recent KV transfers; 0 without transfers
     transfer_bandwidth: float  # bytes per second of KV transfers; 0 without transfers
     transfer_seconds: float  # fixed seconds of each KV transfer
+    block_size: int = 16  # tokens of a KV block
+    ttft_slo_seconds: float = 0.0  # SLO of the time to first token; 0 means no SLO
+    tpot_slo_seconds: float = 0.0  # SLO of the time per output token; 0 means no SLO
 
 
 def admin_address(address: str) -> str:
@@ -45,7 +48,23 @@ def admin_address(address: str) -> str:
 
 
 def arrangement_of(status: Mapping[str, Any]) -> Arrangement:
-    """Read the workers from the reply of /status. Raises ServerUnusable if none is ready."""
+    """Read the workers and the SLOs from the reply of /status.
+
+    If the workers differ in a size, the result has the smallest one.
+
+    Raises:
+        ServerUnusable: no worker is ready, or the server is of another release.
+    """
+    try:
+        return _arrangement_of(status)
+    except KeyError as error:
+        raise ServerUnusable(
+            f"the server's /status has no {error}: use the same release for the server and for "
+            "this command"
+        ) from None
+
+
+def _arrangement_of(status: Mapping[str, Any]) -> Arrangement:
     ready = [each for each in status["workers"] if each["numbers"] and each["state"] == "ready"]
     if not ready:
         raise ServerUnusable("the server has no worker that is ready: wait until one is ready")
@@ -53,14 +72,20 @@ def arrangement_of(status: Mapping[str, Any]) -> Arrangement:
     for each in ready:
         pools[each["role"]] = pools.get(each["role"], 0) + 1
     cost = status["kv_transfer_cost"]
+    numbers = [each["numbers"] for each in ready]
+    block_size = min(each["block_size"] for each in numbers)
+    kv_tokens = min(sum(each["blocks"].values()) * each["block_size"] for each in numbers)
     return Arrangement(
         pools,
-        min(each["numbers"]["places"] for each in ready),
-        min(each["numbers"]["max_batched_tokens"] for each in ready),
-        min(sum(each["numbers"]["blocks"].values()) for each in ready),
+        min(each["places"] for each in numbers),
+        min(each["max_batched_tokens"] for each in numbers),
+        kv_tokens // block_size,
         cost["bytes_per_token"],
         cost["bytes_per_second"],
         cost["fixed_seconds"],
+        block_size,
+        status["ttft_slo_seconds"],
+        status["tpot_slo_seconds"],
     )
 
 

@@ -136,9 +136,7 @@ class Cluster:
         self._decided_at = 0.0
         self._costs_since = 0.0
         self._tenants = tenants or [""] * len(load)
-        limits = plan.router or RouterLimits(
-            10**6, 10**12, 10**12, ttft_slo_seconds=plan.ttft_slo_seconds
-        )
+        limits = plan.router or _unbounded(plan)
         # Heartbeats would be most of the events. No process fails, so liveness is not checked.
         limits = replace(limits, bounds=LivenessBounds(math.inf, math.inf, stuck_after=math.inf))
         self._plan = replace(plan, limits=_fitting(plan.limits, load))
@@ -362,6 +360,17 @@ def _info_of(name: str, pool: str, limits: SchedulerConfig, machine: str) -> ev.
         limits.max_model_len,
         limits.max_sequences,
         machine=machine,
+    )
+
+
+def _unbounded(plan: ClusterPlan) -> RouterLimits:
+    """Return the limits of a router with an unbounded queue and the SLOs of the plan."""
+    return RouterLimits(
+        10**6,
+        10**12,
+        10**12,
+        ttft_slo_seconds=plan.ttft_slo_seconds,
+        tpot_slo_seconds=plan.limits.tpot_slo_seconds,
     )
 
 

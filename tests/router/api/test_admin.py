@@ -559,6 +559,15 @@ async def test_status_of_a_cluster(served: Served) -> None:
     assert worker["numbers"]["blocks"]["used"] == 10
     num_blocks = sum(worker["numbers"]["blocks"].values())
     assert worker["numbers"]["kv_tokens"] == num_blocks * 16
+    assert (worker["numbers"]["block_size"], worker["numbers"]["max_batched_tokens"]) == (16, 512)
+
+
+async def test_status_shows_the_slos(config: RouterConfig) -> None:
+    limited = replace(config, ttft_slo_seconds=2.0, tpot_slo_seconds=0.15)
+    for each, expected in ((config, (0.0, 0.0)), (limited, (2.0, 0.15))):
+        async with serving(each) as served, client_of(served) as http:
+            status = (await http.get("/status")).json()
+            assert (status["ttft_slo_seconds"], status["tpot_slo_seconds"]) == expected
 
 
 async def test_each_router_shows_the_queues_of_all_routers(config: RouterConfig) -> None:

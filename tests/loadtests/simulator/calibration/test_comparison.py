@@ -2,14 +2,15 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from penstock.loadtests.bench.clients import ServerUnusable
+from penstock.loadtests.bench.workload import Planned
 from penstock.loadtests.simulator.calibration.compare import (
     Playing,
-    Served,
     WrongOptions,
     load_of,
     main,
@@ -40,12 +41,12 @@ from penstock.loadtests.simulator.scaling.page import page
         ((0.5, 1.5), 1.4, True),  # differs by over 10% from the mean, but is between the two runs
         ((0.5, 1.5), 1.6, False),
         ((1.0,), 0.91, True),
-    ],
         ((0.9, 1.0, 1.4), 1.3, False),  # a third run does not widen the range
         ((math.nan, math.nan), math.nan, False),  # no samples
         ((0.1, 0.1), math.nan, False),
         ((math.nan, 0.1), 0.1, False),
         ((0.0, 0.0), 0.0, False),
+    ],
 )
 def test_prediction_is_met_near_the_mean_or_between_two_runs(
     measured: tuple[float, ...], predicted: float, is_met: bool
@@ -123,9 +124,9 @@ def test_the_time_outside_of_the_engine_delays_the_first_token() -> None:
     given = Arrangement({"mixed": 1}, 8, 512, 200, 0.0, 0.0, 0.0)
     load = load_of(Playing(rate=float("inf"), num_requests=3, input_len="16", output_len="4"), 0)
     timing = Timing(launch=0.01, weights=0.0, token=0.0, pair=0.0, kv_token=0.0)
-    plain = simulated(load, given, timing, Served())
+    plain = simulated(load, given, timing)
     slow = Timing(0.01, 0.0, 0.0, 0.0, 0.0, router=0.1, request=0.5, request_token=0.01)
-    late = simulated(load, given, slow, Served())
+    late = simulated(load, given, slow)
     assert len(set(plain.ttft)) == 1
     added = [after - before for after, before in zip(late.ttft, plain.ttft, strict=True)]
     assert added == pytest.approx([0.76, 0.86, 0.96], abs=0.02)
@@ -133,22 +134,50 @@ def test_the_time_outside_of_the_engine_delays_the_first_token() -> None:
 
 
 def test_the_arrangement_is_read_from_the_status() -> None:
-    numbers = {"places": 64, "max_batched_tokens": 512, "blocks": {"used": 3, "free": 97}}
+    numbers = {
+        "places": 64,
+        "max_batched_tokens": 512,
+        "block_size": 32,
+        "blocks": {"used": 3, "free": 97},
+    }
     workers = [
         {"role": "prefill", "state": "ready", "numbers": numbers},
         {
             "role": "decode",
             "state": "ready",
-            "numbers": {**numbers, "places": 32, "max_batched_tokens": 256},
+            "numbers": {**numbers, "places": 32, "max_batched_tokens": 256, "block_size": 16},
         },
         {"role": "decode", "state": "draining", "numbers": numbers},
         {"role": "", "state": "down", "numbers": None},
     ]
     cost = {"bytes_per_token": 512.0, "bytes_per_second": 1e9, "fixed_seconds": 0.002}
-    found = arrangement_of({"workers": workers, "kv_transfer_cost": cost})
-    assert found == Arrangement({"prefill": 1, "decode": 1}, 32, 256, 100, 512.0, 1e9, 0.002)
-    with pytest.raises(ServerUnusable):
-        arrangement_of({"workers": workers[2:], "kv_transfer_cost": cost})
+    status = {
+        "workers": workers,
+        "kv_transfer_cost": cost,
+        "ttft_slo_seconds": 2.0,
+        "tpot_slo_seconds": 0.15,
+    }
+    found = arrangement_of(status)
+    pools = {"prefill": 1, "decode": 1}
+    assert found == Arrangement(pools, 32, 256, 100, 512.0, 1e9, 0.002, 16, 2.0, 0.15)
+    with pytest.raises(ServerUnusable, match="no worker that is ready"):
+        arrangement_of({**status, "workers": workers[2:]})
+    del numbers["block_size"]
+    with pytest.raises(ServerUnusable, match="has no 'block_size': use the same release"):
+        arrangement_of(status)
+
+
+def test_the_simulated_servers_have_the_slos_of_the_server() -> None:
+    given = Arrangement({"mixed": 1}, 8, 512, 1000, 0.0, 0.0, 0.0)
+    timing = Timing(launch=0.01, weights=0.0, token=0.001, pair=0.0, kv_token=0.0)
+    load = [Planned(0, 0.0, 16, 64), Planned(1, 0.3, 2000, 2)]
+    limited = simulated(load, replace(given, tpot_slo_seconds=0.03), timing)
+    assert limited.tpot[0] < 0.9 * simulated(load, given, timing).tpot[0]
+    # With an SLO of the first token, short prompts overtake the long ones that arrived before them.
+    load = [Planned(0, 0.0, 512, 2)]  # its step shows the speed of the worker
+    load += [Planned(number, 5.0, 2000 if number < 7 else 16, 2) for number in range(1, 13)]
+    early = simulated(load, replace(given, ttft_slo_seconds=5.0), timing)
+    assert max(early.ttft[7:]) < 0.5 * max(simulated(load, given, timing).ttft[7:])
 
 
 def test_operators_address_follows_from_the_clients_address() -> None:
