@@ -221,7 +221,7 @@ def ignore_contradictions_in_cache_events(patch: pytest.MonkeyPatch) -> None:
 
 def keep_blocks_of_lost_workers(patch: pytest.MonkeyPatch) -> None:
     """Inject a bug: the prefix index keeps the blocks of a worker's earlier stream."""
-    patch.setattr(PrefixIndex, "clear", lambda self, worker: None)
+    patch.setattr(PrefixIndex, "forget", lambda self, worker: None)
 
 
 def omit_evictions(patch: pytest.MonkeyPatch) -> None:
