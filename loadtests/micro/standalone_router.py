@@ -1,8 +1,8 @@
 """Runs a router in its own process, without Ray.
 
 `python -m penstock.loadtests.micro.standalone_router` reads one line of JSON from stdin: the fields
-of a `RouterConfig`, and `workers`, a mapping of names to addresses. The process prints the router's
-addresses as one line of JSON, and exits when stdin is closed.
+of a `RouterConfig`, with `hash_key` in hexadecimal, and `workers`, a mapping of names to addresses.
+The process prints the router's addresses as one line of JSON, and exits when stdin is closed.
 """
 
 import asyncio
@@ -68,6 +68,8 @@ async def _serve(given: dict[str, Any]) -> None:
 
     workers = given.pop("workers")
     ports = {"http_port": 0, "grpc_port": 0}
+    if "hash_key" in given:
+        given["hash_key"] = bytes.fromhex(given["hash_key"])
     given["api_keys"] = tuple(ApiKey(**key) for key in given.get("api_keys", ()))
     config = RouterConfig(
         **{**ports, "served_name": "stub", **given, "model": Path(given["model"])}

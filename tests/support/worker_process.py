@@ -1,6 +1,6 @@
 """A worker as a separate process: `python -m tests.support.worker_process CONFIG`.
 
-CONFIG is a WorkerConfig as JSON, with three more keys:
+CONFIG is a WorkerConfig as JSON, with `hash_key` in hexadecimal and three more keys:
 
     slow_gather: seconds by which each message of a KV transfer is delayed
     hang_after: number of steps after which a step hangs; a watchdog is started
@@ -97,6 +97,8 @@ def main() -> None:
     num_steps = sizes.pop("hang_after", None)
     if seconds:
         slow_down(seconds)
+    if "hash_key" in sizes:
+        sizes["hash_key"] = bytes.fromhex(sizes["hash_key"])
     config = WorkerConfig(**sizes)
     if meeting:
         Follower(config, RemoteStore(meeting, "secret"), lambda done, total: None).run()
