@@ -1,4 +1,4 @@
-"""Two routers know the cached blocks of two workers with models, also after a restart."""
+"""Two routers know the cached blocks of two workers with models."""
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack
@@ -14,9 +14,7 @@ from penstock.common.block_hash import root_hash, short_hashes, short_prefix_has
 from penstock.router.config import RouterConfig
 from penstock.router.server import RunningRouter, serve_router
 from penstock.workers.config import WorkerConfig
-from penstock.workers.service.cache_stream import CacheStream
 from penstock.workers.service.grpc_service import RunningWorker, serve_worker
-from penstock.workers.service.session import Session
 from tests.support.checkpoints import make_checkpoint
 from tests.support.served_router import until
 
@@ -108,25 +106,6 @@ async def test_later_routers_know_the_same(cluster: Cluster) -> None:
     for router in cluster.routers:
         await until(lambda router=router: cluster.knows_all(router))  # type: ignore[misc]
         assert max(matches(router, other).values()) == 4
-
-
-async def test_restarted_router_learns_all_blocks_from_one_snapshot_per_worker(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    requested: list[str] = []
-    request = CacheStream._request_snapshot
-
-    def record(self: CacheStream, session: Session) -> None:
-        requested.append(self._incarnation)
-        request(self, session)
-
-    monkeypatch.setattr(CacheStream, "_request_snapshot", record)
-    old = cluster.routers.pop()
-    await old.stop()
-    new = await cluster.start_router()
-    assert new.frontend.config.name == old.frontend.config.name
-    assert matches(new, PROMPT) == matches(cluster.routers[0], PROMPT) != {}
-    assert len(requested) == len(set(requested)) == len(cluster.workers)
 
 
 async def test_evicted_blocks_are_forgotten_by_all_routers(cluster: Cluster) -> None:
