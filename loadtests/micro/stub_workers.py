@@ -129,11 +129,12 @@ class StubWorker(worker_pb2_grpc.WorkerServicer):
         if not self._num_cached:
             return iter([pb.CacheSnapshot(incarnation=incarnation, last=True)])
         # Import only if needed, because the import takes seconds.
+        from penstock.common.block_hash import HASH_BYTES
         from penstock.workers.scheduling.cache_report import CacheSnapshot
         from penstock.workers.service.cache_stream import encode_snapshot
 
         numbers = random.Random(self.name)
-        hashes = [numbers.getrandbits(64) for _ in range(self._num_cached)]
+        hashes = [numbers.randbytes(HASH_BYTES) for _ in range(self._num_cached)]
         return encode_snapshot(CacheSnapshot(0, hashes), incarnation)
 
     def session(self, router: str) -> "Session":

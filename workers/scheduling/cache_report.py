@@ -34,7 +34,8 @@ class CacheSnapshot:
     """All blocks that a worker has cached at one time."""
 
     next_number: int  # number of the first change after the snapshot
-    hashes: Sequence[int]
+    # The block hashes. They are shortened later, because a step must not wait for it.
+    hashes: Sequence[bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ class CacheReporter:
         snapshot = None
         if self._snapshot_wanted:
             self._snapshot_wanted = False
-            snapshot = CacheSnapshot(self._next_number, short_hashes(self._published.hashes()))
+            snapshot = CacheSnapshot(self._next_number, self._published.hashes())
         if change is None and snapshot is None:
             return None
         return CacheReport(change, snapshot)

@@ -6,7 +6,7 @@ contain only full blocks. Therefore only `match_begun` finds partly filled block
 `changes` do not contain them.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -63,7 +63,7 @@ class PublishedBlocks:
         """Return True if a block is published under this hash."""
         return digest in self._block_of
 
-    def hashes(self) -> Collection[bytes]:
+    def hashes(self) -> Sequence[bytes]:
         """Return the hashes of all published blocks that are full."""
         return [digest for digest in self._block_of if digest not in self._partial]
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from penstock.common.block_hash import short_hashes
 from penstock.protos import worker_pb2 as wire
 from penstock.workers.engine.engine import Engine
 from penstock.workers.engine.engine_thread import EngineThread
@@ -70,11 +71,8 @@ class CacheStream:
         """
         if report is None or report.snapshot is None:
             return
-        for message in encode_snapshot(report.snapshot, self._incarnation):
-            for session in self._awaiting.values():
-                copy = wire.ToRouter()
-                copy.cache_snapshot.CopyFrom(message)
-                session.put(copy)
+        for session in self._awaiting.values():
+            session.put_snapshot(encode_snapshot(report.snapshot, self._incarnation))
         self._live |= self._awaiting
         self._awaiting.clear()
 
@@ -104,7 +102,7 @@ def encode_snapshot(snapshot: CacheSnapshot, incarnation: str) -> Iterator[wire.
             next=number,
             chunk=chunk,
             last=end >= len(blocks),
-            blocks=blocks[start:end],
+            blocks=short_hashes(blocks[start:end]),
         )
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import deque
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -47,7 +48,8 @@ class Session:
         self.held: dict[SequenceKey, HeldSequence] = {}
         self.stream_end: StreamEnd | None = None
         self.last_load: wire.Load | None = None  # the last load sent to the router
-        self._waiting: deque[wire.ToRouter] = deque()
+        # An iterator makes the chunks of a snapshot when they are sent.
+        self._waiting: deque[wire.ToRouter | Iterator[wire.CacheSnapshot]] = deque()
         self._no_merge = False  # True: merge no Step into the newest waiting message
         self._changed = asyncio.Event()
         self._ended = asyncio.Event()
@@ -59,7 +61,17 @@ class Session:
     @property
     def has_waiting_snapshot(self) -> bool:
         """True if a snapshot of the cached blocks waits for the router to read it."""
-        return any(message.HasField("cache_snapshot") for message in self._waiting)
+        return any(not isinstance(message, wire.ToRouter) for message in self._waiting)
+
+    def put_snapshot(self, chunks: Iterator[wire.CacheSnapshot]) -> None:
+        """Queue the chunks of a snapshot; the last one has `last`.
+
+        Each chunk is made when it is sent, because making all of them takes long.
+        """
+        if self.stream_end is None:
+            self._waiting.append(chunks)
+            self._no_merge = False
+            self._changed.set()
 
     def put(self, message: wire.ToRouter, no_merge: bool = False) -> None:
         """Queue a message. Waiting Steps are merged; too large a backlog ends the stream.
@@ -72,14 +84,19 @@ class Session:
         if self.stream_end is not None:
             return
         last = self._waiting[-1] if self._waiting else None
-        joins = last is not None and last.HasField("step") and message.HasField("step")
-        if last is not None and joins and not (no_merge or self._no_merge):
+        if (
+            isinstance(last, wire.ToRouter)
+            and last.HasField("step")
+            and message.HasField("step")
+            and not (no_merge or self._no_merge)
+        ):
             merge_steps(last.step, message.step)
             _drop_excess_cache_events(last.step)
+            message = last
         else:
             self._waiting.append(message)
         self._no_merge = no_merge
-        newest = wire.Step() if no_merge else self._waiting[-1].step
+        newest = wire.Step() if no_merge else message.step
         num_tokens = len(newest.token) + sum(len(prompt.entries) for prompt in newest.prompts)
         if num_tokens > MAX_TOKENS_WAITING or len(self._waiting) > MAX_MESSAGES_WAITING:
             self.end(grpc.StatusCode.RESOURCE_EXHAUSTED, "the router reads too slowly")
@@ -107,10 +124,20 @@ class Session:
             await self._wait(seconds)
         if self.stream_end is not None or not self._waiting:
             return None
-        message = self._waiting.popleft()
+        message = self._pop()
         self._num_sent += 1
         message.number = self._num_sent
         return message
+
+    def _pop(self) -> wire.ToRouter:
+        first = self._waiting[0]
+        if isinstance(first, wire.ToRouter):
+            self._waiting.popleft()
+            return first
+        chunk = next(first)
+        if chunk.last:
+            self._waiting.popleft()
+        return wire.ToRouter(cache_snapshot=chunk)
 
     async def _wait(self, seconds: float) -> None:
         self._changed.clear()

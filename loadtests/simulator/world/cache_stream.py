@@ -6,6 +6,7 @@ Models `workers/service/cache_stream`.
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from penstock.common.block_hash import short_hashes
 from penstock.loadtests.simulator.world.clock import Act, Clock
 from penstock.loadtests.simulator.world.session import Session
 from penstock.router.routing.events import WorkerInfo
@@ -130,7 +131,7 @@ class CacheStream:
             session.send(events, now)
 
     def _send_snapshot(self, session: Session, snapshot: cache_report.CacheSnapshot) -> None:
-        info, hashes = self._info, snapshot.hashes
+        info, hashes = self._info, short_hashes(snapshot.hashes)
         for chunk, start in enumerate(range(0, max(len(hashes), 1), CHUNK_BLOCKS)):
             end = start + CHUNK_BLOCKS
             message = CacheSnapshot(

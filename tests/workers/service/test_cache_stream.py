@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from penstock.common.block_hash import root_hash, short_prefix_hashes
+from penstock.common.block_hash import HASH_BYTES, root_hash, short_prefix_hashes
 from penstock.protos import worker_pb2 as wire
 from penstock.router.routing.prefix_cache.cache_feed import CacheFeed
 from penstock.router.routing.prefix_cache.prefix_index import PrefixIndex
@@ -129,7 +129,8 @@ async def test_snapshot_is_sent_again_on_request_and_evictions_are_reported(
     ],
 )
 def test_snapshot_is_cut_into_bounded_messages(num_blocks: int, sizes: list[int]) -> None:
-    chunks = list(encode_snapshot(CacheSnapshot(7, range(num_blocks)), "i"))
+    digests = [number.to_bytes(HASH_BYTES, "little") for number in range(num_blocks)]
+    chunks = list(encode_snapshot(CacheSnapshot(7, digests), "i"))
     assert [len(chunk.blocks) for chunk in chunks] == sizes
     assert [chunk.chunk for chunk in chunks] == list(range(len(sizes)))
     assert [chunk.last for chunk in chunks] == [False] * (len(sizes) - 1) + [True]

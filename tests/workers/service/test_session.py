@@ -1,5 +1,7 @@
 """Session: waiting Steps for a slow router are merged; too large a backlog ends the stream."""
 
+from collections.abc import Iterator
+
 import grpc
 
 from penstock.protos import worker_pb2 as wire
@@ -166,7 +168,31 @@ async def test_cache_events_for_a_slow_router_are_bounded_and_leave_a_gap() -> N
 async def test_snapshot_that_waits_is_known_until_it_is_read() -> None:
     session = make_session()
     session.put(step(1))
-    session.put(wire.ToRouter(cache_snapshot=wire.CacheSnapshot(last=True)))
+    session.put_snapshot(iter([wire.CacheSnapshot(last=True)]))
     assert session.has_waiting_snapshot
     assert len(await read_all(session)) == 2
     assert not session.has_waiting_snapshot
+
+
+async def test_chunks_of_a_snapshot_are_made_when_they_are_read_and_stay_together() -> None:
+    made: list[int] = []
+
+    def chunks() -> Iterator[wire.CacheSnapshot]:
+        for number in range(3):
+            made.append(number)
+            yield wire.CacheSnapshot(chunk=number, last=number == 2)
+
+    session = make_session()
+    session.put(step(1))
+    session.put_snapshot(chunks())
+    session.put(step(2))
+    assert not made
+    found = []
+    for count in (0, 1, 2, 3, 3):
+        message = await session.next(0.001)
+        assert message is not None
+        found.append((message.number, message.WhichOneof("body"), message.cache_snapshot.chunk))
+        assert len(made) == count
+        session.put(step(3))  # merged into the Step after the snapshot
+    chunk = "cache_snapshot"
+    assert found == [(1, "step", 0), (2, chunk, 0), (3, chunk, 1), (4, chunk, 2), (5, "step", 0)]

@@ -352,7 +352,8 @@ class FeedMachine(RuleBasedStateMachine):
                 router.messages.append(CacheEvents("w", self.incarnation, change.number, listed))
             elif not router.is_live and report.snapshot is not None:
                 router.is_live = True
-                hashes, number = report.snapshot.hashes, report.snapshot.next_number
+                hashes = short_hashes(report.snapshot.hashes)
+                number = report.snapshot.next_number
                 for chunk, start in enumerate(range(0, max(len(hashes), 1), chunk_size)):
                     end = start + chunk_size
                     is_last = end >= len(hashes)
