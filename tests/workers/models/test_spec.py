@@ -237,6 +237,7 @@ def test_gpt_oss(tmp_path: Path) -> None:
     yarn = RopeSpec(150000.0, "yarn", 32.0, original_max_len=4096, truncate=False)
     assert replace(spec.rope, scale=1.0) == yarn
     assert spec.rope.scale == pytest.approx(0.1 * math.log(32) + 1)
+    assert read_spec(write(tmp_path, **GPT_OSS, rope_parameters=None)) == spec
     plain = read_spec(write(tmp_path, **GPT_OSS, rope_parameters={"rope_type": "default"}))
     assert plain.rope == RopeSpec(150000.0)
 
