@@ -37,6 +37,26 @@ def test_values_of_the_kind_job_are_valid(mode: str) -> None:
     assert chart.problems(chart.objects(chart.render(values))) == []
 
 
+def types_of(value: object) -> object:
+    """Return a YAML value with each scalar replaced by the name of its type."""
+    if isinstance(value, dict):
+        return {key: types_of(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [types_of(each) for each in value]
+    return type(value).__name__
+
+
+@pytest.mark.parametrize(("name", "mode"), CASES)
+def test_release_may_have_a_name_that_yaml_reads_as_a_boolean(name: str, mode: str) -> None:
+    values = chart.merged(chart.example(name), chart.of_mode(mode))
+    boolean, plain = (
+        chart.objects(chart.render(chart.merged(values, {"fullnameOverride": full}), base={}))
+        for full in ("on", "xx")
+    )
+    assert types_of(boolean) == types_of(plain)
+    assert chart.one(boolean, "Service", "on")["metadata"]["name"] == "on"
+
+
 def test_image_and_pods_have_the_same_user_id() -> None:
     pod = chart.one(chart.objects(chart.render({})), "Deployment")["spec"]["template"]["spec"]
     assert f"USER {pod['securityContext']['runAsUser']}:" in (chart.ROOT / "Dockerfile").read_text()
