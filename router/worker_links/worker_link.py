@@ -1,7 +1,6 @@
 """The router's end of the gRPC stream to one worker, with reconnection and heartbeats."""
 
 import asyncio
-import contextlib
 import logging
 import random
 from collections import deque
@@ -91,7 +90,6 @@ class WorkerLink:
         self._has_sent = False  # whether a command was queued since the last heartbeat
         self._wake = asyncio.Event()
         self._is_up = False
-        self._is_wanted = True
         self._refusal = ""  # why router or worker refused the last stream; empty if neither did
         self._close_reason = ""  # reason passed to `close`, or empty if `close` was not called
         self._stream: asyncio.Task[None] | None = None
@@ -138,10 +136,8 @@ class WorkerLink:
 
     async def stop(self) -> None:
         """Close the stream and stop reconnecting."""
-        self._is_wanted = False
         self._task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._task
+        await asyncio.wait((self._task,))
 
     async def _reconnect_loop(self) -> None:
         pause, warned_of = MIN_BACKOFF_SECONDS, ""
@@ -158,11 +154,12 @@ class WorkerLink:
 
     async def _wait_closed(self, stream: asyncio.Task[None]) -> tuple[bool, str]:
         """Wait until the stream ends; return whether it had been open, and why it ended."""
-        why = "the stream ended"
+        why, link = "the stream ended", asyncio.current_task()
+        assert link is not None
         try:
             await stream
         except asyncio.CancelledError:
-            if not self._is_wanted:
+            if link.cancelling():  # otherwise, `close` has cancelled only the stream
                 stream.cancel()
                 await asyncio.wait((stream,))
                 self._on_disconnect()

@@ -85,6 +85,18 @@ async def test_link_sends_hello_and_delivers_events(worker: StubWorker, received
     assert received.kinds()[-1] == "WorkerLost"
 
 
+async def test_cancelled_link_ends_and_reports_the_worker_as_lost(
+    worker: StubWorker, received: Received
+) -> None:
+    """The end of an event loop cancels all tasks, and waits for them."""
+    link = link_to(worker, received)
+    await until(lambda: received.events)
+    link._task.cancel()
+    await until(link._task.done)
+    assert link._task.cancelled()
+    assert received.kinds() == ["WorkerUp", "WorkerLost"]
+
+
 async def test_large_step_is_posted_in_slices_between_which_others_run(
     worker: StubWorker, received: Received, monkeypatch: pytest.MonkeyPatch
 ) -> None:
