@@ -7,17 +7,22 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests start many processes: each would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup serve lint check test long fuzz kernels aot gpu gpu-carry protos locks sbom train-demo router-environment
+.PHONY: setup install serve lint check test long fuzz kernels aot gpu gpu-carry protos locks sbom train-demo router-environment
 
 setup: $(STAMP)
 
+# The stamp has the text of both files. A worktree whose .venv is a link to that of another checkout has
+# newer files with the same text. Installing would make the other checkout import this one's modules.
 $(STAMP): pyproject.toml constraints.txt
+	@if cat $^ | cmp --silent - $@; then touch $@; else $(MAKE) --no-print-directory install; fi
+
+install:
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "penstock: installing into .venv (torch and ray are large: minutes the first time)"
 	@$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable . --group dev
 	@$(BIN)/python -m compileall -q -j 2 penstock  # pip does not for an editable install
-	@touch $@
+	@cat pyproject.toml constraints.txt > $(STAMP)
 
 serve: setup
 	@$(BIN)/penstock serve $(ARGS)
