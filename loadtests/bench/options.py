@@ -1,5 +1,6 @@
 """Options of `penstock bench`, and their conversion to a plan, a target and latency goals."""
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -234,9 +235,15 @@ def plan_of(work: Work, num_used: int = 0) -> list[workload.Planned]:
     return plan
 
 
+@functools.lru_cache(maxsize=1)
+def _conversations(path: Path) -> list[datasets.Conversation]:
+    """Return the conversations of a dataset. Each step of a sweep plans its requests from them."""
+    return datasets.read_conversations(path)
+
+
 def _plan_dataset(work: Work, path: Path, num_used: int) -> list[workload.Planned]:
     try:
-        found = datasets.read_conversations(path)
+        found = _conversations(path)
     except OSError as error:
         raise WrongOptions(f"--dataset {path}: {error.strerror}") from None
     except datasets.BadDataset as error:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock.loadtests.bench import datasets
 from penstock.loadtests.bench.command import main
 from penstock.loadtests.bench.metrics import Goals
 from penstock.loadtests.bench.options import Sweep, Work, WrongOptions
@@ -118,6 +119,23 @@ def test_sweep_ends_when_the_dataset_has_too_few_unused_prompts(
     words = capsys.readouterr().out
     assert "knee: 100 requests/s" in words
     assert "too few requests for the next step" in words
+
+
+def test_all_steps_read_the_dataset_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    talks = [[{"value": f"question number {n}"}, {"value": "answer"}] for n in range(70)]
+    path = tmp_path / "conversations.json"
+    path.write_text(json.dumps([{"conversations": talk} for talk in talks]))
+    read, paths = datasets.read_conversations, []
+
+    def count(path: Path) -> list[datasets.Conversation]:
+        paths.append(path)
+        return read(path)
+
+    monkeypatch.setattr(datasets, "read_conversations", count)
+    work, sweep = Work(dataset=path), Sweep(step_seconds=1.0)
+    plans = [step_plan(work, sweep, 20.0, number, 20 * number) or [] for number in range(3)]
+    assert len({each.text for plan in plans for each in plan}) == 60
+    assert paths == [path]
 
 
 def test_step_needs_enough_requests_in_the_trace(tmp_path: Path) -> None:
