@@ -122,7 +122,7 @@ def test_sweep_ends_when_the_dataset_has_too_few_unused_prompts(
 
 
 def test_all_steps_read_the_dataset_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    talks = [[{"value": f"question number {n}"}, {"value": "answer"}] for n in range(70)]
+    talks = [[{"value": f"question number {n}"}, {"value": "answer " * 4}] for n in range(70)]
     path = tmp_path / "conversations.json"
     path.write_text(json.dumps([{"conversations": talk} for talk in talks]))
     read, paths = datasets.read_conversations, []
