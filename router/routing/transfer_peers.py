@@ -86,6 +86,8 @@ class TransferPeers:
         for view in views:
             if view.name in chosen:
                 destinations = chosen[view.name]
+                # The first list of a stream is not sent if it is empty. After its start, a router
+                # may not know the destinations yet, and the worker would close its connections.
                 earlier, known = before.get(view.name, (None, ()))
                 if destinations != (known if earlier is view else ()):
                     commands.append(ConnectPeers(view.name, destinations))

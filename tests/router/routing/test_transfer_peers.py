@@ -96,6 +96,14 @@ def test_lists_are_sent_at_the_next_tick_and_only_if_they_changed() -> None:
     assert sent(router(Tick())) == {"p": [("d", "1"), ("e", "1")]}
 
 
+def test_first_list_of_a_stream_is_not_sent_if_it_is_empty() -> None:
+    """A router that has just started may not know the destinations of a worker yet."""
+    router = Router(worker("p", "prefill"))
+    assert sent(router(Tick())) == {}
+    router(WorkerUp(worker("d", "decode")))
+    assert sent(router(Tick())) == {"p": [("d", "1")]}
+
+
 def test_worker_that_reconnects_gets_its_list_again() -> None:
     router = Router(worker("p", "prefill"), worker("d", "decode"))
     router(Tick())
