@@ -224,9 +224,13 @@ def test_rounding_error_of_sums_over_long_contexts(name: str, group: int) -> Non
     batch, num_blocks = make_batch([(2, context)], block_size, seed=0)
     layer = cache_of(torch.full((2, num_blocks, 1, block_size, 24), 1.3), FORMATS[name], batch)
     bound = 2 * (SUM_POSITIONS + block_size + context / SUM_POSITIONS + 1) * 2**-24
-    expected = dequantize(layer)[1, batch[2][0, 0], 0, 0].expand(2, group, 24)
-    found = attend(torch.zeros(2, group, 24), layer, batch, ScoreMod(), 0)
-    torch.testing.assert_close(found, expected, rtol=bound, atol=0)
+    expected = dequantize(layer, torch.float64)[1, batch[2][0, 0], 0, 0].expand(2, group, 24)
+    # A sink makes all weights exp(-0.3), whose sums are rounded too; its own weight is 1.
+    for scores, num_terms in ((ScoreMod(), 0.0), (ScoreMod(sinks=torch.full((group,), 0.3)), 1.0)):
+        found = attend(torch.zeros(2, group, 24), layer, batch, scores, 0)
+        shares = [n / (n + num_terms * np.exp(0.3)) for n in (context - 1, context)]
+        exact = expected * torch.tensor(shares)[:, None, None]
+        torch.testing.assert_close(found.double(), exact, rtol=bound, atol=0)
 
 
 @pytest.mark.parametrize("window", [0, 1500])
