@@ -13,9 +13,9 @@ so their results are bitwise identical:
 - The weighted values are summed in order of position. At the end, the sum is multiplied by
   1 / (sum of the weights).
 - Sums over positions have two levels, because the rounding error of a float32 sum grows with its
-  number of terms. Each chunk of `SUM_POSITIONS` positions has a sum of its own, and the sums of the
-  chunks are added up in order. The chunks begin at fixed positions of the sequence. For the values,
-  they begin with the first block that begins in the chunk.
+  number of terms. Each chunk of `SUM_POSITIONS` positions has a sum of its own, and these sums are
+  added in order. The chunks do not depend on the other rows of a tile: they begin at multiples of
+  `SUM_POSITIONS`. For the values, a block belongs to the chunk that contains its first position.
 
 The version for few rows computes one row at a time, with the eight partial sums in the lanes of a
 vector. The version for many rows computes one row per lane. The latter is faster, because it never
@@ -54,8 +54,9 @@ FASTMATH = {"contract"}
 """Fast-math flags: allow only fused multiply-adds, which LLVM forms the same way every time."""
 
 SUM_POSITIONS = 1024
-"""Number of positions of a chunk of a sum over positions; a multiple of 8. The relative error of a
-sum over n positions is below (SUM_POSITIONS + block size + n / SUM_POSITIONS) * 2**-24."""
+"""Number of positions of a chunk of a sum over positions; a multiple of 8. If all terms are
+positive, the relative error of a sum over n positions is at most about
+(SUM_POSITIONS + block size + n / SUM_POSITIONS) * 2**-24."""
 
 _f32 = np.float32
 

@@ -1,11 +1,11 @@
 """Measures how fast a restarted router learns which blocks its workers have cached.
 
-`python -m penstock.loadtests.micro.cache_resync` starts stub workers in a process of their own.
-They report cached blocks in the messages of real workers. In each round, a new router connects to
-them. The command prints the time from the start of the connections until the router's index has all
-blocks, the router's CPU time, and the longest callback of its event loop. In the last round, the
-router then loses its workers; the command also prints the longest callback while their blocks are
-removed. It returns 1 if the median time exceeds one second.
+`python -m penstock.loadtests.micro.cache_resync` starts stub workers in another process. The stubs
+report cached blocks with the same messages as real workers. In each round, a new router connects to
+the workers. The command prints the time until the router's index has all blocks, the CPU time of
+the router, and the CPU time of the longest callback of its event loop. In the last round, the
+router then disconnects from the workers, and the command prints the longest callback while their
+blocks are removed. It returns 1 if the median time exceeds one second.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ import penstock
 from penstock.loadtests.bench.flags import option, read_flags
 from penstock.protos.serving.grpc_settings import configure_grpc
 
-if TYPE_CHECKING:  # importing gRPC must wait for `configure_grpc`
+if TYPE_CHECKING:  # this import loads gRPC, which must happen after `configure_grpc`
     from penstock.router.server import RunningRouter
 
 MODEL = Path(penstock.__file__).parent / "models" / "demo-small"
@@ -51,7 +51,8 @@ class Round:
     seconds: float  # until the index has all blocks
     cpu: float  # CPU time of the router's process meanwhile
     longest_callback: float  # CPU time of the longest callback of the event loop
-    longest_removal: float | None  # same, while the blocks are removed; None if not measured
+    # The same, while the blocks of lost workers are removed; None if not measured.
+    longest_removal: float | None
 
 
 async def measure(settings: Settings) -> list[Round]:
@@ -142,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Return 1 if the median time exceeds `GOAL_SECONDS`, otherwise 0."""
     about = "Measure how fast a router learns the cached blocks of its workers."
     (settings,) = read_flags("micro.cache_resync", about, (Settings,), arguments)
-    configure_grpc()  # must run before gRPC is imported
+    configure_grpc()  # gRPC reads these settings when it is imported
     rounds = asyncio.run(measure(settings))
     print(f"{settings.blocks} blocks of {settings.workers} workers: ms, median (least to most)")
     for name in ("seconds", "cpu", "longest_callback", "longest_removal"):

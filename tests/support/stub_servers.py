@@ -177,7 +177,7 @@ def _event(**choice: Any) -> str:
 
 @contextmanager
 def grpc_stub(behaviour: Behaviour) -> Iterator[str]:
-    """Serve gRPC in a thread; yield the address for the load generator."""
+    """Serve gRPC in a thread; yield the address of the server."""
     loop, ready = asyncio.new_event_loop(), threading.Event()
     port, done = 0, asyncio.Event()
 
@@ -209,7 +209,7 @@ def grpc_stub(behaviour: Behaviour) -> Iterator[str]:
 
 @contextmanager
 def http_stub(behaviour: Behaviour) -> Iterator[str]:
-    """Serve HTTP in a thread; yield the address for the load generator."""
+    """Serve HTTP in a thread; yield the address of the server."""
     config = uvicorn.Config(
         openai_app(behaviour),
         port=0,

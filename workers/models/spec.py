@@ -189,7 +189,7 @@ def read_spec(folder: Path) -> ModelSpec:
     family = _family(config)
     values = {**family.absent, **config.values, **family.usual(config.values)}
     if values.get("rope_parameters") is None:
-        # transformers treats null as an absent key.
+        # Like transformers, treat null as if the key were absent.
         values["rope_parameters"] = family.absent.get("rope_parameters")
     family = replace(family, **family.variant(values))
     return _build(Fields(values, config.path), family, read_eos_tokens(folder, config))

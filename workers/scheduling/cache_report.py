@@ -34,7 +34,7 @@ class CacheSnapshot:
     """All blocks that a worker has cached at one time."""
 
     next_number: int  # number of the first change after the snapshot
-    # The block hashes. They are shortened later, because a step must not wait for it.
+    # The full block hashes. Shortening a million of them would delay a step of the engine.
     hashes: Sequence[bytes]
 
 
@@ -64,10 +64,11 @@ class CacheReporter:
         self._snapshot_wanted = True
 
     def stop(self) -> None:
-        """Record no more changes, because no router needs them.
+        """Stop recording changes, because no router is subscribed.
 
-        The number of the next change is skipped. A router that gets a snapshot from before this
-        call, and changes from after it, therefore notices that changes in between are missing.
+        One change number is skipped. A snapshot that was made before this call may still reach a
+        router that subscribes afterwards. This router then sees a gap in the numbers, and requests
+        a new snapshot.
         """
         self._published.changes = None
         self._snapshot_wanted = False

@@ -27,8 +27,8 @@ DECAY = 0.8
 """Factor by which the weight of earlier step times falls with each step."""
 
 MAX_RATIO = 4.0
-"""The time of the prompts of a step counts up to this multiple of the expected time, so that chunks
-are not small for many steps after one very long step."""
+"""If the prompts of a step take longer than this multiple of the expected time, only this multiple
+counts. Otherwise, chunks would be small for many steps after a single very long step."""
 
 MIN_PROMPT_FRACTION = 0.1
 """Smallest fraction of the time of a step with answers that counts as time of the prompts."""

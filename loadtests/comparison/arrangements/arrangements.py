@@ -17,8 +17,8 @@ class Arrangement:
     title: str
     num_workers: int
     flags: tuple[str, ...]  # flags of `penstock serve`
-    # False for the default, which is compared with the best static arrangement. With SLOs, it is
-    # compared with the best static arrangement that has SLOs too.
+    # False only for the default. The default is compared with the best static arrangement without
+    # SLOs, and the default with SLOs with the best static arrangement with SLOs.
     is_static: bool = True
     has_slo: bool = False  # whether the server gets the goals of the loads as its SLOs
     # Whether each worker keeps its share of the cores while other workers are idle.

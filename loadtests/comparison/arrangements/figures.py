@@ -17,8 +17,8 @@ class Sample:
     output_per_second: float
     first_median: float
     tpot_median: float
-    tpot_p99: float  # over requests, of the mean time per token of each request
-    itl_p99: float  # over all gaps between two consecutive messages with tokens
+    tpot_p99: float  # 99th percentile, over requests, of a request's mean time per token
+    itl_p99: float  # 99th percentile of the gaps between consecutive messages with tokens
     good_per_second: float | None  # requests per second that met the goals; None without goals
     good_fraction: float | None
 

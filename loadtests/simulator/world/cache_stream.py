@@ -102,9 +102,10 @@ class CacheStream:
         self._faults.setdefault(router, Counter())[how] += 1
 
     def reveal_omissions(self) -> None:
-        """Send the number of the next change to the routers whose last changes were omitted.
+        """Send an empty list of changes to the routers whose latest changes were omitted.
 
-        Later changes would reveal the omission as well.
+        The list has the number of the next change, so these routers see a gap. Without this call,
+        they would see it only at the next change.
         """
         for number in self._omitted & self._live.keys():
             self._live[number].send(self._events(self._next_number, []), self._clock.now)

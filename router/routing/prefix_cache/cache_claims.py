@@ -1,8 +1,9 @@
-"""Detects workers that do not use the blocks which they have reported as cached.
+"""Detects workers that report cached blocks which they do not have.
 
-Events of such a worker may be consistent, so `cache_feed` cannot detect it. A worker reports how
-many prompt tokens it has found in its cache when it admits a request. If it has evicted no block
-since the request was placed, these are at least the tokens that the index had for the worker then.
+The events of such a worker can be consistent, so `cache_feed` does not detect it. When a worker
+admits a request, it reports how many prompt tokens it has found in its cache. If it has evicted no
+block since the request was placed, it must have found at least as many tokens as the index had for
+this worker at that time.
 """
 
 from collections import Counter

@@ -32,7 +32,7 @@ SNAPSHOT_SECONDS = 10.0
 
 class _State(Enum):
     AWAITING = auto()  # no snapshot yet, so changes are ignored
-    LOADING = auto()  # the index has some chunks of the snapshot, but not all of them
+    LOADING = auto()  # some chunks of the snapshot have arrived, and the index has their blocks
     LIVE = auto()  # the index has all blocks that the worker has reported
     STALE = auto()  # the index was wrong, and the next request for a snapshot is not due yet
 
@@ -71,13 +71,14 @@ class CacheFeed:
     def worker_up(self, worker: str, incarnation: str, num_blocks: int, now: float) -> None:
         """Add a connected worker with `num_blocks` blocks, and wait for its snapshot.
 
-        If blocks of its last connection must still be removed, the snapshot is requested later.
+        If the index still has blocks of the worker's previous stream, these are removed first, and
+        the snapshot is requested afterwards.
         """
         self._index.forget(worker)
         self._feeds[worker] = feed = _Feed(incarnation, num_blocks, now)
         if self._index.is_leaving(worker):
             feed.state, feed.resync_at = _State.STALE, now
-            feed.reason = "the cache snapshot arrived before old blocks were removed"
+            feed.reason = "the blocks of the worker's previous stream had to be removed first"
 
     def worker_lost(self, worker: str) -> None:
         """Forget a worker whose stream has ended."""

@@ -38,7 +38,7 @@ class PrefixIndex:
         self._num_removals: Counter[str] = Counter()
         self._tree = RadixTree()  # tree of the reachable blocks
         self._loose = _LooseBlocks()
-        # Slots of the forgotten workers of which some blocks must still be removed.
+        # Slots of forgotten workers whose blocks have not all been removed yet.
         self._leaving: dict[str, int] = {}
 
     def slot(self, worker: str) -> int:
@@ -128,7 +128,7 @@ class PrefixIndex:
         self.purge()
 
     def is_leaving(self, worker: str) -> bool:
-        """Return whether blocks of a forgotten worker must still be removed."""
+        """Return whether the index still has blocks of a forgotten worker."""
         return worker in self._leaving
 
     def purge(self) -> None:
@@ -198,7 +198,7 @@ class PrefixIndex:
         return self._without_leaving(levels) if self._leaving else levels
 
     def _without_leaving(self, levels: Sequence[tuple[int, Workers]]) -> list[tuple[int, Workers]]:
-        """Return levels without the forgotten workers."""
+        """Return `levels` without the workers whose blocks are being removed."""
         found: list[tuple[int, Workers]] = []
         for depth, workers in levels:
             those = workers & self.workers

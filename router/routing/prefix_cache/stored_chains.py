@@ -43,7 +43,7 @@ def _error_in_new_parents(change: CacheChange, parents: Sequence[int]) -> str:
     if any(parent and parent not in chain_of for parent in parents):
         return "the worker reported a stored block whose parent block is not in the index"
     before = [chain_of[parent] if parent else None for parent in parents]
-    checked: set[int] = set()  # chains whose first ancestor needs no block of this change
+    checked: set[int] = set()  # chains that are known not to lead into a circle
     for first in range(len(before)):
         path: set[int] = set()
         chain: int | None = first

@@ -225,10 +225,11 @@ def test_rounding_error_of_sums_over_long_contexts(name: str, group: int) -> Non
     layer = cache_of(torch.full((2, num_blocks, 1, block_size, 24), 1.3), FORMATS[name], batch)
     bound = 2 * (SUM_POSITIONS + block_size + context / SUM_POSITIONS + 1) * 2**-24
     expected = dequantize(layer, torch.float64)[1, batch[2][0, 0], 0, 0].expand(2, group, 24)
-    # A sink makes all weights exp(-0.3), whose sums are rounded too; its own weight is 1.
-    for scores, num_terms in ((ScoreMod(), 0.0), (ScoreMod(sinks=torch.full((group,), 0.3)), 1.0)):
+    # Without a sink, each weight is exactly 1, so only the sums of the values are rounded. With the
+    # sink, the weights are exp(-0.3), so the sum of the weights is rounded too.
+    for scores, has_sink in ((ScoreMod(), 0), (ScoreMod(sinks=torch.full((group,), 0.3)), 1)):
         found = attend(torch.zeros(2, group, 24), layer, batch, scores, 0)
-        shares = [n / (n + num_terms * np.exp(0.3)) for n in (context - 1, context)]
+        shares = [n / (n + has_sink * np.exp(0.3)) for n in (context - 1, context)]
         exact = expected * torch.tensor(shares)[:, None, None]
         torch.testing.assert_close(found.double(), exact, rtol=bound, atol=0)
 

@@ -254,7 +254,7 @@ def test_lost_worker_has_no_blocks_and_its_late_events_are_ignored() -> None:
 def test_snapshot_is_requested_after_many_old_blocks_were_removed(
     is_lost: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A million blocks are removed in many steps; a stream may open again before the last one."""
+    """Many blocks are removed in steps, and the worker may reconnect before the last step."""
     monkeypatch.setattr(prefix_index, "PURGED_BLOCKS", 1)
     index, feed = following(1, 2, 3)
     if is_lost:
