@@ -282,7 +282,7 @@ class ToRouter(_message.Message):
     def __init__(self, number: _Optional[int] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., yielded: _Optional[_Union[Yielded, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., received: _Optional[_Union[Received, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., rejected: _Optional[_Union[Rejected, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., cache_snapshot: _Optional[_Union[CacheSnapshot, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("protocol", "worker", "incarnation", "role", "model", "layout", "block_size", "num_blocks", "max_model_len", "max_sequences", "eos_tokens", "vocab_size", "load", "step_bounds", "machine", "transfer", "step_token_bounds", "max_batched_tokens")
+    __slots__ = ("protocol", "worker", "incarnation", "role", "model", "layout", "block_size", "num_blocks", "max_model_len", "max_sequences", "eos_tokens", "vocab_size", "load", "step_bounds", "machine", "transfer", "step_token_bounds", "max_batched_tokens", "enough_prompt_tokens")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -301,6 +301,7 @@ class Welcome(_message.Message):
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
     STEP_TOKEN_BOUNDS_FIELD_NUMBER: _ClassVar[int]
     MAX_BATCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ENOUGH_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     worker: str
     incarnation: str
@@ -319,7 +320,8 @@ class Welcome(_message.Message):
     transfer: TransferEndpoint
     step_token_bounds: _containers.RepeatedScalarFieldContainer[int]
     max_batched_tokens: int
-    def __init__(self, protocol: _Optional[int] = ..., worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., model: _Optional[str] = ..., layout: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_sequences: _Optional[int] = ..., eos_tokens: _Optional[_Iterable[int]] = ..., vocab_size: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., step_bounds: _Optional[_Iterable[float]] = ..., machine: _Optional[str] = ..., transfer: _Optional[_Union[TransferEndpoint, _Mapping]] = ..., step_token_bounds: _Optional[_Iterable[int]] = ..., max_batched_tokens: _Optional[int] = ...) -> None: ...
+    enough_prompt_tokens: int
+    def __init__(self, protocol: _Optional[int] = ..., worker: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., model: _Optional[str] = ..., layout: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_sequences: _Optional[int] = ..., eos_tokens: _Optional[_Iterable[int]] = ..., vocab_size: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., step_bounds: _Optional[_Iterable[float]] = ..., machine: _Optional[str] = ..., transfer: _Optional[_Union[TransferEndpoint, _Mapping]] = ..., step_token_bounds: _Optional[_Iterable[int]] = ..., max_batched_tokens: _Optional[int] = ..., enough_prompt_tokens: _Optional[int] = ...) -> None: ...
 
 class Step(_message.Message):
     __slots__ = ("request", "attempt", "choice", "position", "token", "finish", "logprobs", "ended", "load", "prompts", "cached", "cache", "preempted")

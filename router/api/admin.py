@@ -260,6 +260,7 @@ def _worker_stats_json(stats: WorkerStats) -> Json:
         "running": load.running,
         "places": stats.max_sequences,
         "max_batched_tokens": stats.max_batched_tokens,
+        "enough_prompt_tokens": stats.enough_prompt_tokens,
         "block_size": stats.block_size,
         "waiting": load.queued,
         "waiting_tokens": load.queued_tokens,

@@ -42,6 +42,7 @@ class WorkerStats:
     # Bucket bounds of `WorkerLoad.step_token_counts`, ascending.
     step_token_bounds: Sequence[float] = ()
     max_batched_tokens: int = 0  # maximum number of tokens of a step
+    enough_prompt_tokens: int = 0  # see `SchedulerConfig` of workers
 
     @property
     def kv_waste(self) -> float:
@@ -328,6 +329,7 @@ def _worker(link: WorkerLink, status: WorkerStatus | None, given: Assignment | N
             info.num_blocks,
             info.step_token_bounds,
             info.max_batched_tokens,
+            info.enough_prompt_tokens,
         )
     role = "" if info is None else info.role if given is None else given.role
     if status is None:

@@ -87,6 +87,7 @@ class WorkerInfo:
     transfer: TransferEndpoint | None = None
     step_token_bounds: tuple[int, ...] = ()  # bucket bounds of `WorkerLoad.step_token_counts`
     max_batched_tokens: int = 0  # maximum number of tokens of a step
+    enough_prompt_tokens: int = 0  # see `SchedulerConfig` of workers
 
 
 @dataclass(frozen=True, slots=True)

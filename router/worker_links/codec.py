@@ -47,6 +47,7 @@ def decode_welcome(welcome: pb.Welcome) -> ev.WorkerInfo:
         transfer=_decode_endpoint(welcome.transfer) if welcome.HasField("transfer") else None,
         step_token_bounds=tuple(welcome.step_token_bounds),
         max_batched_tokens=welcome.max_batched_tokens,
+        enough_prompt_tokens=welcome.enough_prompt_tokens,
     )
 
 

@@ -28,8 +28,9 @@ def check_welcome(welcome: pb.Welcome) -> None:
         size = getattr(welcome, name)
         if not 1 <= size <= MAX_SIZE:
             raise ValueError(f"the worker reports {name} = {size}: must be from 1 to {MAX_SIZE}")
-    if welcome.max_batched_tokens > MAX_SIZE:
-        raise ValueError(f"the worker reports max_batched_tokens > {MAX_SIZE}")
+    for name in ("max_batched_tokens", "enough_prompt_tokens"):
+        if getattr(welcome, name) > MAX_SIZE:
+            raise ValueError(f"the worker reports {name} > {MAX_SIZE}")
     if welcome.role not in ROLES:
         raise ValueError(f"the worker reports the unknown role {welcome.role[:40]!r}")
     at = welcome.transfer

@@ -25,7 +25,7 @@ from penstock.workers.kv_transfer.staging import KvStaging
 from penstock.workers.layers.expert_parallel import ExpertParallelMoE
 from penstock.workers.models.decoder import Decoder
 from penstock.workers.models.protocols import Model, ModelInfo
-from penstock.workers.models.spec import is_native, read_config, read_spec
+from penstock.workers.models.spec import ModelSpec, is_native, read_config, read_spec
 from penstock.workers.parallel.communicator import Communicator
 from penstock.workers.parallel.mesh import MeshCoord
 from penstock.workers.parallel.parallel_groups import SINGLE_RANK, all_reduce_min, connect_ranks
@@ -43,6 +43,7 @@ from penstock.workers.rank.cpu_kernels import kernel_needs, load_cpu_kernels
 from penstock.workers.rank.fingerprint import layout_of, numerics_of
 from penstock.workers.rank.kv_cache import KvCache, check_cache_format, choose_cache_format
 from penstock.workers.rank.kv_cache_size import choose_num_blocks
+from penstock.workers.rank.prompt_batching import enough_prompt_tokens
 from penstock.workers.scheduling.config import SchedulerConfig
 from penstock.workers.weights.loading import load
 from penstock.workers.weights.sharding import kv_heads
@@ -259,6 +260,14 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cuda" if there and name != "cpu" else "cpu")
 
 
+def _enough_prompt_tokens(config: WorkerConfig, spec: ModelInfo, device: torch.device) -> int:
+    """Return the limit of `SchedulerConfig`; an operator's `max_batched_tokens` replaces it."""
+    is_chosen = config.max_batched_tokens is not None
+    if is_chosen or device.type != "cpu" or not isinstance(spec, ModelSpec):
+        return 0
+    return enough_prompt_tokens(spec, torch.get_num_threads() * config.coord.mesh.num_ranks)
+
+
 def _limits(
     config: WorkerConfig,
     spec: ModelInfo,
@@ -301,6 +310,7 @@ def _limits(
         block_size=sizes.block_size,
         max_sequences=sizes.max_sequences,
         max_batched_tokens=sizes.max_batched_tokens,
+        enough_prompt_tokens=_enough_prompt_tokens(config, spec, decoder.device),
         max_queued=config.max_queued,
         tpot_slo_seconds=config.tpot_slo_seconds,
         static=config.static_batching,

@@ -187,10 +187,10 @@ class Batcher:
 
     def _plan_next(self, number: int, ahead: bool) -> StepPlan | None:
         plan, rows = None, self._batch.rows
-        if self._fast_path.can_continue(rows) and not self._admission.admit(
-            self._budget.tokens(rows) - len(rows)
-        ):
-            plan = self._fast_path.next(number, ahead)
+        if self._fast_path.can_continue(rows):
+            left = self._budget.tokens(rows) - len(rows)
+            if not self._admission.admit(self._budget.for_new_prompts(left, num_prompt=0)):
+                plan = self._fast_path.next(number, ahead)
         if plan is None and not ahead:
             plan = self._plan_from_tables(number)
         return plan
@@ -199,14 +199,14 @@ class Batcher:
         budget = self._budget.tokens(self._batch.rows)
         counts = self._preemption.reclaim_blocks(budget)
         num_events = len(self._groups.events)
-        if self._admission.admit(budget - int(counts.sum())):
+        left, num_prompt = budget - int(counts.sum()), int(counts[counts > 1].sum())
+        if self._admission.admit(self._budget.for_new_prompts(left, num_prompt)):
             # Forks of a cached prompt start in this step and may need more blocks than are free.
             counts = self._preemption.reclaim_blocks(budget)
             self._groups.forget_preempted(num_events)
         rows = self._batch.rows
         if not counts.all():
-            scheduled = counts > 0
-            rows, counts = rows[scheduled], counts[scheduled]
+            rows, counts = rows[counts > 0], counts[counts > 0]
         if not rows.size:
             return None
         copies = self._batch.block_growth.grow(rows, counts)
@@ -224,7 +224,7 @@ class Batcher:
             return None
         if not plans:  # preempt only if no step in flight uses the blocks
             self._preemption.reclaim_blocks(budget)
-        self._admission.admit(budget)
+        self._admission.admit(self._budget.for_new_prompts(budget, num_prompt=0))
         # beams exchange blocks at a commit, so only one step may be in flight
         if self._batch.beams:
             return None if plans else self._plan_from_tables(number)

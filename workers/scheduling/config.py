@@ -15,6 +15,9 @@ class SchedulerConfig:
     block_size: int = 16  # tokens per block
     max_sequences: int = 64  # maximum number of sequences with a table row
     max_batched_tokens: int = 512  # token budget of a step
+    # A step with this many prompt tokens begins no further prompt; 0 means no limit. It still
+    # continues prompts that earlier steps have begun.
+    enough_prompt_tokens: int = 0
     max_queued: int = 1024  # maximum number of waiting sequences
     lease_fraction: float = 0.5  # largest fraction of the blocks under leases
     # Limit of the time between two tokens of an answer; 0 means no limit. See `step_budget`.
@@ -50,11 +53,11 @@ class SchedulerConfig:
             raise ValueError(
                 f"tpot_slo_seconds must be at least 0 and finite, not {self.tpot_slo_seconds}"
             )
-        if self.max_queued < 0 or self.watermark < 0 or not 0 <= self.lease_fraction <= 1:
-            raise ValueError(
-                f"max_queued ({self.max_queued}) and watermark ({self.watermark}) must be at least "
-                f"0, and lease_fraction ({self.lease_fraction}) must be from 0 to 1"
-            )
+        for name in ("max_queued", "watermark", "enough_prompt_tokens"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be at least 0, not {getattr(self, name)}")
+        if not 0 <= self.lease_fraction <= 1:
+            raise ValueError(f"lease_fraction must be from 0 to 1, not {self.lease_fraction}")
 
 
 def check_fits(new: NewSequence, limits: SchedulerConfig) -> None:

@@ -46,6 +46,7 @@ class StepBudget:
 
     def __init__(self, limits: SchedulerConfig, table: SequenceTable, batch: RunningBatch) -> None:
         self._max_tokens = limits.max_batched_tokens
+        self._enough_prompt = limits.enough_prompt_tokens
         # A sequence gets a token in one of `num_stages` steps.
         self._max_seconds = SLO_FRACTION * limits.tpot_slo_seconds / limits.num_stages
         self._table = table
@@ -69,6 +70,15 @@ class StepBudget:
             seconds_per_token = self._prompt_seconds / self._num_prompt
             chunk = int((self._max_seconds - self._decode_seconds) / seconds_per_token)
         return min(self._max_tokens, self._num_answers(rows) + max(chunk, MIN_PROMPT_TOKENS))
+
+    def for_new_prompts(self, left: int, num_prompt: int) -> int:
+        """Return how many tokens a step has left for new prompts. Only the last one may exceed it.
+
+        Args:
+            left: rest of the token budget, without the tokens of running rows.
+            num_prompt: number of prompt tokens of running rows in the step.
+        """
+        return min(left, self._enough_prompt - num_prompt) if self._enough_prompt else left
 
     def _num_answers(self, rows: Ints) -> int:
         """Return how many of these rows generate an answer."""

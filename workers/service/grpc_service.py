@@ -370,6 +370,7 @@ def _welcome(config: WorkerConfig, engine: Engine, endpoint: wire.TransferEndpoi
         max_model_len=engine.limits.max_model_len,
         max_sequences=engine.limits.max_sequences,
         max_batched_tokens=engine.limits.max_batched_tokens,
+        enough_prompt_tokens=engine.limits.enough_prompt_tokens,
         eos_tokens=engine.spec.eos_tokens,
         vocab_size=engine.spec.vocab_size,
         step_bounds=STEP_BOUNDS,

@@ -155,6 +155,7 @@ def simulated(load: Sequence[Planned], arrangement: Arrangement, timing: Timing)
         block_size=arrangement.block_size,
         max_sequences=arrangement.max_sequences,
         max_batched_tokens=arrangement.max_batched_tokens,
+        enough_prompt_tokens=arrangement.enough_prompt_tokens,
         tpot_slo_seconds=arrangement.tpot_slo_seconds,
     )
     # If the workers slowed each other down in the calibration, they share the cores of one machine.

@@ -38,6 +38,7 @@ class Arrangement:
     block_size: int = 16  # tokens of a KV block
     ttft_slo_seconds: float = 0.0  # SLO of the time to first token; 0 means no SLO
     tpot_slo_seconds: float = 0.0  # SLO of the time per output token; 0 means no SLO
+    enough_prompt_tokens: int = 0  # see `SchedulerConfig` of workers
 
 
 def admin_address(address: str) -> str:
@@ -86,6 +87,7 @@ def _arrangement_of(status: Mapping[str, Any]) -> Arrangement:
         block_size,
         status["ttft_slo_seconds"],
         status["tpot_slo_seconds"],
+        min(each["enough_prompt_tokens"] for each in numbers),
     )
 
 

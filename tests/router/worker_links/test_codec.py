@@ -98,6 +98,7 @@ def test_peers_to_connect_to_are_encoded_and_endpoints_of_workers_decoded() -> N
             for size in (0, 2**31)
         ),
         ({"max_batched_tokens": 2**32 - 1}, "max_batched_tokens"),
+        ({"enough_prompt_tokens": 2**31}, "enough_prompt_tokens > 2147483647"),
         ({"role": "root"}, "unknown role 'root'"),
         ({"layout": "x" * 5000}, "a text of more than 4096 characters"),
         ({"transfer": pb.TransferEndpoint(address="x" * 5000)}, "a text of more than 4096"),

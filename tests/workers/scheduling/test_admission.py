@@ -1,8 +1,11 @@
 """Order of admission; preemption and reclaimed leases when blocks run out."""
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from penstock.workers.scheduling.sequence import LeaseGone
+from penstock.workers.scheduling.sequence import LeaseGone, StepPlan
 from tests.support.batcher_bench import Bench, sequence, transfer_blocks
 
 
@@ -68,6 +71,55 @@ def test_no_sequence_is_admitted_while_the_token_budget_is_used_up() -> None:
     assert bench.batcher.load().queued == 1
     bench.run()
     assert bench.batcher.load().prompt_tokens_cached == 32
+
+
+def prompts_of(plan: StepPlan) -> list[tuple[int, bool]]:
+    """Return the number of tokens of each prompt in a step, and whether the step begins it."""
+    sizes = np.diff(plan.query_starts)
+    begins = sizes == plan.context_lens
+    return [(size, begin) for size, begin in zip(sizes.tolist(), begins, strict=True) if size > 1]
+
+
+def test_a_step_with_enough_prompt_tokens_begins_no_further_prompt() -> None:
+    bench = Bench(num_blocks=99, max_model_len=99, max_batched_tokens=40, enough_prompt_tokens=20)
+    for key, length in enumerate((12, 9, 60, 5)):
+        bench.batcher.submit(sequence(key, [key] * length, 3))
+    plans = iter(bench.step, None)
+    found = [prompts_of(plan) for plan in plans]
+    begun, continued = True, False
+    assert found[0] == [(12, begun), (9, begun)], "the second prompt reaches the limit"
+    assert found[1] == [(38, begun)], "one prompt may use the rest of the token budget"
+    assert found[2] == [(22, continued)], "a continued prompt counts"
+    assert found[3] == [(5, begun)]
+    assert not any(found[4:])
+
+
+@given(
+    lengths=st.lists(st.integers(2, 60), min_size=1, max_size=12),
+    enough=st.integers(1, 40),
+    spare=st.integers(1, 70),
+)
+def test_a_step_begins_prompts_until_it_has_enough_prompt_tokens(
+    lengths: list[int], enough: int, spare: int
+) -> None:
+    sizes = {"num_blocks": 400, "max_model_len": 99, "max_batched_tokens": 12 + spare}
+    bench = Bench(**sizes, max_sequences=12, enough_prompt_tokens=enough)
+    sequences = [sequence(key, [key] * length, 2) for key, length in enumerate(lengths)]
+    for new in sequences:
+        bench.batcher.submit(new)
+    while True:
+        waiting = bench.batcher.load().queued
+        plan = bench.step()
+        if plan is None:
+            break
+        prompts = prompts_of(plan)
+        total, last = sum(size for size, _ in prompts), prompts[-1:]
+        if last and last[0][1]:
+            assert total - last[0][0] < enough, "the last prompt began although it had to wait"
+        if total < enough and len(plan.tokens) < sizes["max_batched_tokens"]:
+            assert bench.batcher.load().queued == 0 or not waiting, "a prompt waits for nothing"
+    for new in sequences:
+        bench.expect(new)
 
 
 def test_oldest_unpinned_lease_is_reclaimed_for_running_sequences() -> None:

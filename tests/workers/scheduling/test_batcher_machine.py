@@ -36,7 +36,12 @@ def without_search(params: SamplingParams) -> SamplingParams:
 
 
 def small(
-    num_blocks: int, max_sequences: int, spare_tokens: int, watermark: int, lease_fraction: float
+    num_blocks: int,
+    max_sequences: int,
+    spare_tokens: int,
+    enough_prompt_tokens: int,
+    watermark: int,
+    lease_fraction: float,
 ) -> SchedulerConfig:
     return SchedulerConfig(
         num_blocks=num_blocks,
@@ -44,6 +49,7 @@ def small(
         block_size=4,
         max_sequences=max_sequences,
         max_batched_tokens=max_sequences + spare_tokens,
+        enough_prompt_tokens=enough_prompt_tokens,
         lease_fraction=lease_fraction,
         watermark=watermark,
     )
@@ -65,6 +71,7 @@ class BatcherMachine(RuleBasedStateMachine):
             num_blocks=st.integers(10, 14),
             max_sequences=st.integers(1, 4),
             spare_tokens=st.integers(0, 12),
+            enough_prompt_tokens=st.integers(0, 9),
             watermark=st.integers(0, 2),
             lease_fraction=st.sampled_from([0.25, 0.5, 1.0]),
         )
@@ -224,6 +231,7 @@ class Schedule:
                 rng.randint(10, 13),
                 rng.randint(1, 6),
                 rng.randint(0, 12),
+                rng.randint(0, 9),
                 rng.choice([0, 0, 1, 2]),
                 rng.choice([0.25, 0.5, 1.0]),
             )

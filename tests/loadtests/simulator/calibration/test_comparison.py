@@ -137,6 +137,7 @@ def test_the_arrangement_is_read_from_the_status() -> None:
     numbers = {
         "places": 64,
         "max_batched_tokens": 512,
+        "enough_prompt_tokens": 128,
         "block_size": 32,
         "blocks": {"used": 3, "free": 97},
     }
@@ -159,7 +160,7 @@ def test_the_arrangement_is_read_from_the_status() -> None:
     }
     found = arrangement_of(status)
     pools = {"prefill": 1, "decode": 1}
-    assert found == Arrangement(pools, 32, 256, 100, 512.0, 1e9, 0.002, 16, 2.0, 0.15)
+    assert found == Arrangement(pools, 32, 256, 100, 512.0, 1e9, 0.002, 16, 2.0, 0.15, 128)
     with pytest.raises(ServerUnusable, match="no worker that is ready"):
         arrangement_of({**status, "workers": workers[2:]})
     del numbers["block_size"]
