@@ -5,6 +5,8 @@ answer. This is the chunked prefill of Sarathi-Serve (arXiv 2403.02310). The siz
 follows from measured step times.
 """
 
+from collections import deque
+
 import numpy as np
 
 from penstock.workers.scheduling.config import SchedulerConfig
@@ -33,6 +35,12 @@ counts. Otherwise, chunks would be small for many steps after a single very long
 MIN_PROMPT_FRACTION = 0.1
 """Smallest fraction of the time of a step with answers that counts as time of the prompts."""
 
+NUM_RECENT = 8
+"""Number of recent steps with prompts whose rates bound the chunks."""
+
+MAX_RATE_RATIO = 1.5
+"""Largest ratio of the used rate to the second largest one. A larger one may be an outlier."""
+
 
 class StepBudget:
     """Token budget of the next step, from the SLO and the times of earlier steps.
@@ -56,6 +64,8 @@ class StepBudget:
         # which these steps were longer than steps without prompts.
         self._num_prompt = 0.0
         self._prompt_seconds = 0.0
+        # Prompt tokens per second of recent steps, whose time includes that of the answers.
+        self._rates: deque[float] = deque(maxlen=NUM_RECENT)
 
     def tokens(self, rows: Ints) -> int:
         """Return the maximum number of tokens of the next step.
@@ -69,6 +79,8 @@ class StepBudget:
         if self._num_prompt:
             seconds_per_token = self._prompt_seconds / self._num_prompt
             chunk = int((self._max_seconds - self._decode_seconds) / seconds_per_token)
+            bound = int(self._max_seconds * self._largest_rate())
+            chunk = min(chunk, max(bound, FIRST_PROMPT_TOKENS))
         return min(self._max_tokens, self._num_answers(rows) + max(chunk, MIN_PROMPT_TOKENS))
 
     def for_new_prompts(self, left: int, num_prompt: int) -> int:
@@ -79,6 +91,17 @@ class StepBudget:
             num_prompt: number of prompt tokens of running rows in the step.
         """
         return min(left, self._enough_prompt - num_prompt) if self._enough_prompt else left
+
+    def _largest_rate(self) -> float:
+        """Return the largest recent rate, but at most `MAX_RATE_RATIO` times the second largest.
+
+        A step of more prompt tokens takes longer, at most in proportion to their number. At this
+        rate, a chunk that is larger than that of the measured step therefore keeps the SLO. The
+        estimated time per token alone can be far too small for a larger chunk, because reading the
+        weights hides the time of a few tokens.
+        """
+        rates = sorted(self._rates)
+        return min(rates[-1], MAX_RATE_RATIO * rates[-2]) if len(rates) > 1 else rates[0]
 
     def _num_answers(self, rows: Ints) -> int:
         """Return how many of these rows generate an answer."""
@@ -94,9 +117,11 @@ class StepBudget:
         num_prompt = len(plan.tokens) - num_answers
         if num_prompt:
             if num_answers:  # without prompts, the step would not have been longer
-                self._decode_seconds = min(self._decode_seconds, seconds)
+                faster = min(seconds - self._decode_seconds, 0.0)
+                self._decode_seconds += (1 - DECAY) * faster
             more = seconds - self._decode_seconds if num_answers else seconds
             self._add_prompt(num_prompt, max(more, MIN_PROMPT_FRACTION * seconds))
+            self._rates.append(num_prompt / seconds)
         elif self._decode_seconds:
             self._decode_seconds += (1 - DECAY) * (seconds - self._decode_seconds)
         else:

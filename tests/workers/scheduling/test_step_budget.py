@@ -25,7 +25,9 @@ BASE, PER_TOKEN = 0.02, 0.001
 class Server:
     """A batcher whose steps take `base` seconds, and `per_token` seconds for each prompt token.
 
-    Both are multiplied by a number that `jitter` returns for each step.
+    If `weights` is larger than the time of the prompt tokens, the step takes `base + weights`: the
+    weights are read while the prompt tokens are computed. The time of each step is multiplied by a
+    number that `jitter` returns.
     """
 
     def __init__(
@@ -34,9 +36,10 @@ class Server:
         base: float = BASE,
         per_token: float = PER_TOKEN,
         jitter: Callable[[], float] = lambda: 1.0,
+        weights: float = 0.0,
     ) -> None:
         self.batcher = Batcher(limits)
-        self.base, self.per_token, self.jitter = base, per_token, jitter
+        self.base, self.per_token, self.jitter, self.weights = base, per_token, jitter, weights
         self.num_steps = 0
         self._in_flight: deque[StepPlan] = deque()
         self._num_sequences = 0
@@ -60,7 +63,8 @@ class Server:
         self.num_steps += 1
         sizes = np.diff(plan.query_starts)
         num_prompt = int(sizes[sizes > 1].sum())
-        seconds = (self.base + self.per_token * num_prompt) * self.jitter()
+        seconds = self.base + max(self.weights, self.per_token * num_prompt)
+        seconds *= self.jitter()
         self.batcher.commit(plan, np.full(len(plan.sampling_rows), 7, np.int32))
         self.batcher.state.budget.record(plan, seconds)
         return num_prompt, seconds
@@ -131,6 +135,44 @@ def test_steps_of_varying_speed_keep_the_slo_and_the_throughput(
         assert max(seconds for _, seconds in steps) <= 0.9001 * spread**2 * SLO
     chunks = [num for num, _ in steps if num]
     assert np.mean(chunks) >= 0.3 * ideal_chunk
+
+
+@given(
+    base=st.floats(0.02, 0.3),
+    weights=st.floats(0.05, 0.4),
+    ideal_chunk=st.integers(FIRST_PROMPT_TOKENS, 1500),
+    prompts=st.lists(st.integers(2, 3000), min_size=1, max_size=6),
+)
+@settings(max_examples=40)
+def test_chunks_that_cost_nothing_at_first_do_not_grow_too_far(
+    base: float, weights: float, ideal_chunk: int, prompts: list[int]
+) -> None:
+    """Up to some number of prompt tokens, a step takes as long as without prompts."""
+    limits = replace(LIMITS, num_blocks=4000, max_model_len=20_000, max_batched_tokens=2048)
+    per_token = (0.9 - base) * SLO / ideal_chunk
+    server = Server(limits, base * SLO, per_token, weights=weights * SLO)
+    server.submit(16, 9000)
+    server.steps(20)
+    for num_prompt in prompts:
+        server.submit(num_prompt, 1)
+    steps = server.steps(300)
+    assert max(seconds for _, seconds in steps) <= 0.9001 * SLO
+    server.submit(18_000, 1)
+    chunks = [num for num, _ in server.steps(40)]
+    assert max(chunks) >= 0.8 * ideal_chunk
+
+
+def test_a_step_that_was_too_fast_makes_the_next_ones_little_longer() -> None:
+    factors = deque[float]()
+    server = Server(LIMITS, 0.06, jitter=lambda: factors.popleft() if factors else 1.0)
+    server.submit(16, 1000)
+    server.steps(5)
+    server.submit(1900, 4)
+    server.steps(10)
+    factors.append(0.1)
+    steps = server.steps(12)[1:]
+    assert all(num for num, _ in steps)
+    assert max(seconds for _, seconds in steps) <= 1.2 * SLO
 
 
 def test_chunks_recover_from_an_outlier_within_a_few_steps() -> None:
