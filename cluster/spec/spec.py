@@ -152,9 +152,8 @@ class PoolSpec:
     )
     max_batched_tokens: int | None = knob(
         None,
-        "most tokens that a worker computes in one step; by default 512 on CPUs (256 on half of "
-        "the cores), 8192 on GPUs with 70 GiB or more, 2048 on others. If set, a CPU worker fills "
-        "its steps with prompts, which can raise the throughput and delays first tokens",
+        "most tokens of a worker's step; by default 512 on CPUs (256 on half of the cores), 8192 "
+        "on GPUs with 70 GiB or more, 2048 on others; if set, CPU steps are filled with prompts",
         1,
     )
     labels: tuple[str, ...] = knob(
